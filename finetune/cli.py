@@ -1,0 +1,169 @@
+"""The command line: load the recipe, call one function, print, turn errors into exit codes.
+
+Nothing heavy is imported before the recipe is known to be right, so a wrong recipe fails at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Protocol, runtime_checkable
+
+import typer
+
+import finetune
+from finetune.console import Console
+from finetune.errors import EnvironmentProblem, FinetuneError, Interrupted, OutOfMemory, RecipeError
+from finetune.process import prepare_process
+from finetune.recipe.load import load_recipe
+
+FAULT_EXIT_CODE = 1
+"""Exit code of a fault of the program itself; no class of `errors.py` has it."""
+
+app = typer.Typer(
+    name="finetune",
+    help="Fine-tune language models from a YAML recipe.",
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code.
+
+    The only place that catches every exception. Under `--json` stdout holds exactly one JSON object, of the result or
+    of the error.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _print_any_text()
+    console = Console(is_json="--json" in arguments)
+    try:
+        code = app(args=arguments, prog_name="finetune", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except KeyboardInterrupt:
+        return _report(Interrupted("stopped", remedy="Give the command again."), console)
+    except Exception as error:
+        known = _known_error(error)
+        return _report(known, console) if known else _report_fault(error, console)
+
+
+@app.callback()
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Fine-tune language models from a YAML recipe."""
+    if version:
+        typer.echo(f"finetune {finetune.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file that describes the run.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values laid over the recipe: training.learning_rate=1e-4"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop before the weights, after the data checks.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
+    is_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on stdout, the rest on stderr.")
+    ] = False,
+) -> None:
+    """Train as the recipe says: from data and weights to a run folder."""
+    console = Console(is_json=is_json)
+    loaded = load_recipe(recipe, overrides=overrides or [])
+    prepare_process(model_is_local=Path(loaded.model.path).is_absolute())
+    try:
+        try:
+            from finetune.train import train as run_training
+        except ModuleNotFoundError as error:
+            raise _missing_package(error) from error
+        outcome = run_training(loaded, console=console, dry_run=dry_run, resume=resume)
+    except KeyboardInterrupt as stop:
+        # Typer would turn this into a bare exit. During training, train() saves and raises Interrupted itself.
+        remedy = "Give the command again, with --resume where the run folder holds a checkpoint."
+        raise Interrupted("stopped outside the training loop", remedy=remedy) from stop
+    console.result(outcome.as_dict())
+
+
+@runtime_checkable
+class _UsageFault(Protocol):
+    """What Typer raises for wrong arguments; its own class is private, and another one in older releases."""
+
+    exit_code: int
+
+    def format_message(self) -> str: ...
+
+
+def _known_error(error: Exception) -> FinetuneError | None:
+    """Returns the error as one that the user can mend, or None for a fault of the program."""
+    if isinstance(error, FinetuneError):
+        return error
+    if isinstance(error, _UsageFault):
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "finetune"
+        return RecipeError(error.format_message(), place="command line", remedy=f"See: {command} --help")
+    if isinstance(error, typer.Abort):
+        return Interrupted("stopped", remedy="Give the command again.")
+    if _is_out_of_memory(error):
+        first_line = str(error).strip().partition("\n")[0]
+        remedy = (
+            "Lower training.rows_per_micro_batch, then data.max_length; keep training.gradient_checkpointing: true; "
+            "with a LoRA adapter, set model.quantization: nf4."
+        )
+        return OutOfMemory(f"memory ran out: {first_line or type(error).__name__}", remedy=remedy)
+    return None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Recognises the errors of torch (by name, since it may not be loaded), of its CPU allocator, and of Python."""
+    from_torch = any(
+        kind.__name__ == "OutOfMemoryError" and kind.__module__.partition(".")[0] == "torch"
+        for kind in type(error).__mro__
+    )
+    texts = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "CUDA out of memory")
+    return from_torch or isinstance(error, MemoryError) or any(text in str(error) for text in texts)
+
+
+def _missing_package(error: ModuleNotFoundError) -> Exception:
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "finetune"):
+        return error
+    remedy = f"Install it: pip install {package}"
+    return EnvironmentProblem(f"the Python package `{package}` is not installed", remedy=remedy)
+
+
+def _report(error: FinetuneError, console: Console) -> int:
+    console.error(error)
+    console.result(error.as_dict())
+    return int(error.exit_code)
+
+
+def _report_fault(error: Exception, console: Console) -> int:
+    traceback.print_exception(error)
+    remedy = "This is a fault of the program, not of your recipe; please report it with the lines above."
+    print(remedy, file=sys.stderr)
+    message = f"{type(error).__name__}: {error}"
+    values = {"error": "Fault", "message": message, "place": "", "remedy": remedy, "exit_code": FAULT_EXIT_CODE}
+    console.result(values)
+    return FAULT_EXIT_CODE
+
+
+def _print_any_text() -> None:
+    """Lets text that the terminal's encoding lacks come out as escapes instead of stopping the program."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What the user reads: plain lines, tables and errors.
+
+Text goes to stdout, or to stderr under `--json`, where stdout holds one JSON object and nothing else. Warnings and
+errors always go to stderr. Colour appears on a terminal only, and never under `NO_COLOR`. Nothing is cut, wrapped or
+read as markup, so that paths and messages can be copied and searched for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+
+import rich.console
+from rich.cells import cell_len
+from rich.text import Text
+
+from finetune.errors import FinetuneError
+
+Cell = str | int | float
+PLAIN_WIDTH = 80
+"""Columns assumed where the output is no terminal."""
+
+
+class Console:
+    """Writes for people, and the one JSON object for programs.
+
+    Args:
+        is_json: people's text goes to stderr, and `result` may be called once.
+    """
+
+    def __init__(self, *, is_json: bool = False) -> None:
+        self.is_json = is_json
+        self._error_stream = _rich_console(is_stderr=True)
+        self._stream = self._error_stream if is_json else _rich_console(is_stderr=False)
+
+    @property
+    def is_terminal(self) -> bool:
+        """Says whether people's text goes to a terminal."""
+        return self._stream.is_terminal
+
+    @property
+    def rich(self) -> rich.console.Console:
+        """The stream of people's text, for a live view."""
+        return self._stream
+
+    def line(self, text: str = "", *, style: str = "") -> None:
+        """Prints text as it is."""
+        _print(self._stream, Text(_visible(text), style=style))
+
+    def note(self, text: str) -> None:
+        """Prints something worth knowing that needs no action."""
+        _print(self._stream, Text.assemble(("note: ", "cyan"), _visible(text)))
+
+    def warning(self, text: str) -> None:
+        """Prints something that the user may want to change."""
+        _print(self._error_stream, Text.assemble(("warning: ", "bold yellow"), _visible(text)))
+
+    def error(self, error: FinetuneError) -> None:
+        """Prints an error: place and message, then the remedy."""
+        head = f"{error.place}: {error.message}" if error.place else error.message
+        _print(self._error_stream, Text.assemble(("error: ", "bold red"), _visible(head)))
+        _print(self._error_stream, Text.assemble(("remedy: ", "bold green"), _visible(error.remedy)))
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Prints rows under column names, numbers to the right.
+
+        A table wider than the terminal (80 columns where there is none) becomes one block a row, a line a column.
+        """
+        texts = [[_visible(_text(cell)) for cell in row] for row in rows]
+        widths = [max(cell_len(cell) for cell in column) for column in zip(columns, *texts, strict=True)]
+        if title:
+            self.line(title, style="bold")
+        if sum(widths) + 2 * (len(widths) - 1) > self._width():
+            self._blocks(columns, texts)
+            return
+        is_number = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(columns))]
+        self.line(_aligned(columns, widths, is_number), style="dim")
+        for row in texts:
+            self.line(_aligned(row, widths, is_number))
+
+    def result(self, values: Mapping[str, object]) -> None:
+        """Prints the JSON object of `--json` on stdout, on one line; without `--json` prints nothing.
+
+        JSON has no NaN and no infinity: such a number becomes null.
+        """
+        if self.is_json:
+            sys.stdout.write(json.dumps(_json_values(values), allow_nan=False, default=str) + "\n")
+            sys.stdout.flush()
+
+    def _width(self) -> int:
+        return self._stream.width if self._stream.is_terminal else PLAIN_WIDTH
+
+    def _blocks(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        label_width = max(cell_len(column) for column in columns)
+        for index, row in enumerate(rows):
+            if index:
+                self.line()
+            for column, cell in zip(columns, row, strict=True):
+                self.line(f"{_padded(column, label_width)}  {cell}".rstrip())
+
+
+def _rich_console(*, is_stderr: bool) -> rich.console.Console:
+    return rich.console.Console(stderr=is_stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def _print(stream: rich.console.Console, text: Text) -> None:
+    stream.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+
+def _json_values(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _json_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_values(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _visible(text: str) -> str:
+    """Returns text with escape characters spelled out, so that data cannot steer the terminal."""
+    return text.replace("\x1b", "\\x1b")
+
+
+def _text(cell: Cell) -> str:
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+def _padded(text: str, width: int, *, to_right: bool = False) -> str:
+    space = " " * (width - cell_len(text))
+    return space + text if to_right else text + space
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int], is_number: Sequence[bool]) -> str:
+    padded = [_padded(cell, width, to_right=right) for cell, width, right in zip(cells, widths, is_number, strict=True)]
+    return "  ".join(padded).rstrip()

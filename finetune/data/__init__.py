@@ -1,0 +1,1 @@
+"""From files to rows: load, recognise, render, pack, collate."""

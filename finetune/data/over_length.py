@@ -1,0 +1,100 @@
+"""What to do with a sample that is longer than a row: refuse, drop, truncate or split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+from finetune.data.ledger import DropReason
+from finetune.data.types import IGNORE_INDEX, Conversation, Origin, Sample
+from finetune.errors import DataError
+
+Policy = Literal["error", "drop", "truncate", "split"]
+
+_ORIGINS_SHOWN = 5
+
+
+@dataclass
+class OverLength:
+    """Applies the policy to one sample after the other; with `error`, collects all and raises at the end.
+
+    The samples of the whole data set are looked at before refusing, so that the message can say how many are too long
+    and how long a row would have to be.
+    """
+
+    policy: Policy
+    max_length: int
+    count: int = 0
+    longest: int = 0
+    answer_tokens_beyond: int = 0
+    first_origins: list[Origin] = field(default_factory=list)
+
+    def apply(self, sample: Sample, *, conversation: Conversation) -> list[Sample] | DropReason:
+        """Returns the samples that stand for this one, or the reason why there is none.
+
+        Raises:
+            DataError: the policy is `split` and the sample is not plain text.
+        """
+        if len(sample) <= self.max_length:
+            return [sample]
+        self._note(sample)
+        if self.policy == "drop":
+            return "over_length"
+        if self.policy == "truncate":
+            cut = _piece(sample, 0, self.max_length)
+            return [cut] if cut.num_supervised_tokens else "no_label_after_truncation"
+        if self.policy == "split":
+            if conversation.kind != "text":
+                raise DataError(
+                    f"a sample of {len(sample):,} tokens does not fit into a row of {self.max_length:,}, and only "
+                    "plain text can be split",
+                    place=str(sample.origin),
+                    remedy="Raise `data.max_length`, or set `data.over_length` to drop or truncate.",
+                )
+            return _split(sample, self.max_length)
+        return [sample]
+
+    def finish(self) -> None:
+        """Raises what the policy `error` collected.
+
+        Raises:
+            DataError: some samples are too long.
+        """
+        if self.policy != "error" or not self.count:
+            return
+        origins = ", ".join(map(str, self.first_origins))
+        more = ", ..." if self.count > len(self.first_origins) else ""
+        samples = "1 sample is" if self.count == 1 else f"{self.count:,} samples are"
+        raise DataError(
+            f"{samples} longer than `max_length` {self.max_length:,}, the longest {self.longest:,} tokens; truncating "
+            f"would lose {self.answer_tokens_beyond:,} learned tokens: {origins}{more}",
+            place=str(self.first_origins[0]),
+            remedy=f"Set `data.max_length` to {self.longest} or more, or `data.over_length` to drop or truncate "
+            "(for plain text also split).",
+        )
+
+    def _note(self, sample: Sample) -> None:
+        self.count += 1
+        self.longest = max(self.longest, len(sample))
+        self.answer_tokens_beyond += int((sample.labels[self.max_length :] != IGNORE_INDEX).sum())
+        if len(self.first_origins) < _ORIGINS_SHOWN:
+            self.first_origins.append(sample.origin)
+
+
+def _piece(sample: Sample, start: int, end: int) -> Sample:
+    """Returns tokens [start, end) as a document of its own, whose first token is not learned."""
+    labels = sample.labels[start:end].copy()
+    labels[:1] = IGNORE_INDEX
+    return Sample(sample.input_ids[start:end], labels, sample.origin)
+
+
+def _split(sample: Sample, max_length: int) -> list[Sample]:
+    """Cuts into pieces of `max_length` tokens.
+
+    A last piece of one token would have nothing to learn, so the piece before it leaves one of its own to it.
+    """
+    borders = [*range(0, len(sample), max_length), len(sample)]
+    if borders[-1] - borders[-2] == 1:
+        borders[-2] -= 1
+    return [_piece(sample, start, end) for start, end in pairwise(borders)]

@@ -1,0 +1,101 @@
+"""The types that data flows through: Conversation -> Sample -> Row -> Batch.
+
+Each stage of the data layer is a function from one of these to the next. Only `collate.py` makes tensors; the other
+stages hold numpy arrays, so that millions of samples stay compact and cheap to pickle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORE_INDEX = -100
+"""Label of a token that is not learned; the value that torch's cross entropy skips."""
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a record came from, for messages and the ledger."""
+
+    path: str
+    record: int
+    """Number of the record in its file: the line of a JSONL file, else the record's position; from 1."""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.record}"
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Template variables beside the content, such as `tool_calls` or `reasoning_content`."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One record of any chat-like or plain format, in one shape.
+
+    `kind` says how it is rendered: `chat` through the chat template; `completion` as prompt and completion text
+    without a template; `text` as one document.
+    """
+
+    kind: Literal["chat", "completion", "text"]
+    origin: Origin
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+    """The document of kind `text`, or the prompt of kind `completion`."""
+    completion: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
+    num_prompt_messages: int | None = None
+    """Of a prompt/completion record made of messages: how many of them are the prompt."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation, tokenized.
+
+    `input_ids` and `labels` are int32 of the same length L; a label is the token itself where it is learned and
+    `IGNORE_INDEX` elsewhere. The shift by one happens in the loss, so `labels[i]` belongs to `input_ids[i]`. The first
+    label is always `IGNORE_INDEX`: nothing precedes it.
+    """
+
+    input_ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
+    origin: Origin
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_supervised_tokens(self) -> int:
+        return int((self.labels != IGNORE_INDEX).sum())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training row: the samples that share it, by index into the sample list, and its length in tokens."""
+
+    sample_indices: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class PromptReference:
+    """A held-out prompt for generation, with the answer that the data gives.
+
+    `prompt_ids` are exactly the training tokens up to the answer, so generation sees what training saw.
+    """
+
+    prompt_ids: NDArray[np.int32]
+    prompt: str
+    reference: str
+    origin: Origin

@@ -1,0 +1,1 @@
+"""The base model, its quantization and its adapter."""

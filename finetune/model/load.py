@@ -1,0 +1,136 @@
+"""The tokenizer and the model with its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.utils.quantization_config import Mxfp4Config
+
+from finetune.errors import EnvironmentProblem, RecipeError
+from finetune.model.config import ModelPlan
+from finetune.model.quantize import build_random_nf4, nf4_config
+from finetune.recipe.schema import ModelSection
+
+
+def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
+    """Loads the model's tokenizer, with the recipe's chat template where it names one.
+
+    Raises:
+        EnvironmentProblem: the folder or hub id has no tokenizer.
+        RecipeError: the chat template's file cannot be read.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(section.path, revision=section.revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise EnvironmentProblem(
+            f"the model's tokenizer cannot be read: {str(error).strip().splitlines()[0]}",
+            place=f"model.path: {section.path}",
+            remedy="The folder needs tokenizer.json and tokenizer_config.json beside config.json.",
+        ) from error
+    if section.chat_template is not None:
+        tokenizer.chat_template = _read_template(Path(section.chat_template))
+    return tokenizer
+
+
+def vocabulary_rows(model: PreTrainedModel) -> int:
+    """Returns the rows of the embedding: the ids that the model knows, which may be more than the tokenizer's."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[0]
+
+
+def choose_pad_token(tokenizer: PreTrainedTokenizerBase, *, num_rows: int) -> int:
+    """Returns an id inside the embedding (of `num_rows` rows) to fill pad slots with; nothing is resized for it.
+
+    Which one does not matter to training: pad slots are a document of their own and carry no label.
+    """
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(token_id, int) and 0 <= token_id < num_rows:
+            return token_id
+    return 0
+
+
+def load_model(plan: ModelPlan, *, seed: int) -> PreTrainedModel:
+    """Loads or draws the weights on the plan's device, in its number format, quantized where the recipe says so.
+
+    Raises:
+        EnvironmentProblem: weights are missing, broken, or do not fit the config.
+    """
+    set_seed(seed)
+    section = plan.section
+    if section.init == "random":
+        return _draw(plan)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues] - a pair here
+            section.path,
+            revision=section.revision,
+            dtype=plan.dtype,
+            attn_implementation=plan.attention,
+            quantization_config=_quantization(plan),
+            device_map={"": plan.device},
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise EnvironmentProblem(
+            f"the model's weights cannot be loaded: {str(error).strip().splitlines()[0]}",
+            place=f"model.path: {section.path}",
+            remedy="Download the model again, or check that its weights belong to its config.json.",
+        ) from error
+    _require_complete(section, info)
+    return model
+
+
+def _draw(plan: ModelPlan) -> PreTrainedModel:
+    if plan.section.quantization == "nf4":
+        return build_random_nf4(plan)
+    with plan.device:
+        return AutoModelForCausalLM.from_config(plan.config, dtype=plan.dtype, attn_implementation=plan.attention)
+
+
+def _quantization(plan: ModelPlan) -> object | None:
+    stored = getattr(plan.config, "quantization_config", None) or {}
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    if method == "mxfp4":
+        if plan.section.quantization == "nf4":
+            raise RecipeError(
+                "model.quantization is nf4, but the weights are stored as mxfp4",
+                place="model.quantization",
+                remedy="Set model.quantization=none: the experts are unpacked to 16 bits while loading.",
+            )
+        return Mxfp4Config(dequantize=True)
+    if method is not None:
+        raise RecipeError(
+            f"the weights are stored quantized ({method}), which this program does not train",
+            place=f"model.path: {plan.section.path}",
+            remedy="Use the model's 16-bit release and set model.quantization=nf4 to train it in 4 bits.",
+        )
+    return nf4_config(plan.dtype) if plan.section.quantization == "nf4" else None
+
+
+def _require_complete(section: ModelSection, info: dict) -> None:
+    """Refuses weights that transformers filled up with random ones."""
+    missing = sorted(info.get("missing_keys", ()))
+    mismatched = sorted(str(key) for key in info.get("mismatched_keys", ()))
+    if not missing and not mismatched:
+        return
+    what = f"{len(missing)} tensors are missing" if missing else f"{len(mismatched)} tensors have other shapes"
+    raise EnvironmentProblem(
+        f"the weights do not fit the config: {what}, such as {(missing or mismatched)[0]}",
+        place=f"model.path: {section.path}",
+        remedy="Download the model again, or check that its weights belong to its config.json.",
+    )
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(
+            f"the chat template cannot be read: {error}",
+            place=f"model.chat_template: {path}",
+            remedy="Name a Jinja file in UTF-8, or leave model.chat_template out to use the tokenizer's own.",
+        ) from error

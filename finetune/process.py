@@ -1,0 +1,24 @@
+"""What libraries read while they are imported: environment variables and filters, set before the first heavy import."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+
+def prepare_process(*, model_is_local: bool) -> None:
+    """Turns off telemetry and advice, and the network where nothing needs it.
+
+    Args:
+        model_is_local: the model is a folder, so that nothing of the run may touch the network.
+    """
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    os.environ["DISABLE_TELEMETRY"] = "1"
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # What libraries tell their own developers; no user of this program can act on it.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|peft|torch|bitsandbytes)\b")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    if model_is_local:
+        os.environ["HF_HUB_OFFLINE"] = "1"

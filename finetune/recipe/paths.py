@@ -1,0 +1,77 @@
+"""Input paths of a recipe, made absolute from the file that names them.
+
+`output.dir` is no input: it stays relative to the folder that the command is given in.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from finetune.recipe.locate import Entry, Node
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
+
+
+def resolve_paths(root: Node) -> Node:
+    """Returns the tree with every input path absolute; values that are no text are left for validation to refuse."""
+    for pattern, resolve in PATHS.items():
+        root = _at(root, pattern.split("."), resolve)
+    return root
+
+
+def absolute(text: str, folder: Path) -> str:
+    """Returns a path as absolute text, `~` expanded, `..` folded where no symbolic link is crossed.
+
+    The last part is never replaced by what it links to: a linked file keeps its name and so its suffix.
+    """
+    joined = os.path.join(folder, os.path.expanduser(text))
+    folded = os.path.normpath(joined)
+    return folded if os.path.realpath(folded) == os.path.realpath(joined) else joined
+
+
+def can_be_path(text: str) -> bool:
+    """Says whether a file system can be asked for a name: it is not empty, has no NUL and no half of a character."""
+    return bool(text) and "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def is_hub_id(model_path: str) -> bool:
+    """Says whether a resolved `model.path` is a hub id; a folder is absolute."""
+    return not os.path.isabs(model_path)
+
+
+def _model(text: str, folder: Path) -> str:
+    looks_like_path = text.startswith(("/", ".", "~"))
+    if not looks_like_path and not (folder / text).is_dir() and HUB_ID.fullmatch(text):
+        return text
+    return absolute(text, folder)
+
+
+def _metric(text: str, folder: Path) -> str:
+    return absolute(text, folder) if text.endswith(".py") or "/" in text else text
+
+
+PATHS: dict[str, Callable[[str, Path], str]] = {
+    "model.path": _model,
+    "model.chat_template": absolute,
+    "data.train.*.path": absolute,
+    "data.eval.*.path": absolute,
+    "evaluation.metrics.*": _metric,
+}
+"""Keys that hold input paths; `*` stands for every item of a list."""
+
+
+def _at(node: Node, keys: list[str], resolve: Callable[[str, Path], str]) -> Node:
+    if not keys:
+        if not isinstance(node.value, str) or not can_be_path(node.value):
+            return node
+        return replace(node, value=resolve(node.value, node.folder))
+    key, rest = keys[0], keys[1:]
+    if key == "*" and isinstance(node.value, list):
+        return replace(node, value=[_at(item, rest, resolve) for item in node.value])
+    if isinstance(node.value, dict) and (entry := node.value.get(key)):
+        return replace(node, value={**node.value, key: Entry(entry.key_place, _at(entry.node, rest, resolve))})
+    return node

@@ -1,0 +1,197 @@
+"""Rules that span several keys, or that a type cannot say.
+
+Each rule takes a valid recipe and returns what it found wrong, or None. It never changes a value.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.recipe.locate import Plain
+from finetune.recipe.paths import is_hub_id
+from finetune.recipe.schema import EvaluationSection, LoraAdapter, NoAdapter, Recipe
+
+METRICS = ("exact_match",)
+"""Metrics that need no file."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A broken rule."""
+
+    keys: tuple[str, ...]
+    """The key that is wrong, then others that take part; the first one written in a file gives the place."""
+    found: Plain
+    allowed: str
+    reason: str
+    remedy: str
+
+
+Rule = Callable[[Recipe], Violation | None]
+
+
+def check(recipe: Recipe) -> list[Violation]:
+    """Returns every broken rule, in the order of `RULES`."""
+    return [violation for rule in RULES if (violation := rule(recipe))]
+
+
+def quantized_weights_need_an_adapter(recipe: Recipe) -> Violation | None:
+    """Weights in 4 bits cannot be trained themselves."""
+    if recipe.model.quantization == "none" or isinstance(recipe.adapter, LoraAdapter):
+        return None
+    return Violation(
+        keys=("model.quantization", "adapter.type"),
+        found=recipe.model.quantization,
+        allowed="`none` with `adapter.type: none`",
+        reason="weights held in 4 bits are frozen and would leave nothing to train",
+        remedy="Set `adapter.type: lora`, or `model.quantization: none`.",
+    )
+
+
+def full_fine_tuning_in_fp16_is_refused(recipe: Recipe) -> Violation | None:
+    """Weights in fp16 lose small updates and overflow; adapters are kept in fp32."""
+    if recipe.model.dtype != "fp16" or not isinstance(recipe.adapter, NoAdapter):
+        return None
+    return Violation(
+        keys=("model.dtype", "adapter.type"),
+        found=recipe.model.dtype,
+        allowed="`auto`, `bf16` or `fp32` with `adapter.type: none`",
+        reason="updates of weights held in fp16 vanish or overflow",
+        remedy="Set `model.dtype: bf16` (or fp32), or `adapter.type: lora`.",
+    )
+
+
+def revision_needs_a_hub_id(recipe: Recipe) -> Violation | None:
+    """A folder has no revisions."""
+    if recipe.model.revision is None or is_hub_id(recipe.model.path):
+        return None
+    return Violation(
+        keys=("model.revision", "model.path"),
+        found=recipe.model.revision,
+        allowed="`null` when `model.path` is a folder",
+        reason=f"{recipe.model.path} is a folder and has no revisions",
+        remedy="Remove `model.revision`, or give a hub id such as Qwen/Qwen3-14B as `model.path`.",
+    )
+
+
+def chat_template_exists(recipe: Recipe) -> Violation | None:
+    """The template file must be there before anything is loaded."""
+    template = recipe.model.chat_template
+    if template is None or Path(template).is_file():
+        return None
+    return Violation(
+        keys=("model.chat_template",),
+        found=template,
+        allowed="an existing file",
+        reason="it is a folder" if Path(template).is_dir() else "there is no such file",
+        remedy="Correct the path (relative to the file that names it), or remove the key to use the tokenizer's own.",
+    )
+
+
+def lora_targets_are_names(recipe: Recipe) -> Violation | None:
+    """An empty list would train nothing; an empty name would match every module."""
+    targets = recipe.adapter.targets if isinstance(recipe.adapter, LoraAdapter) else "all-linear"
+    if isinstance(targets, str) or (targets and all(targets)):
+        return None
+    return Violation(
+        keys=("adapter.targets",),
+        found=list(targets),
+        allowed="`all-linear`, `attention` or a list of one or more module names",
+        reason="without a name there is nothing to adapt",
+        remedy="Name modules by the end of their path, such as [q_proj, v_proj], or use `all-linear`.",
+    )
+
+
+def lora_leaves_the_lm_head_alone(recipe: Recipe) -> Violation | None:
+    """The loss is computed from the LM head's weight directly, past any adapter on it."""
+    targets = recipe.adapter.targets if isinstance(recipe.adapter, LoraAdapter) else "all-linear"
+    if isinstance(targets, str) or not any(name.split(".")[-1] == "lm_head" for name in targets):
+        return None
+    return Violation(
+        keys=("adapter.targets",),
+        found=list(targets),
+        allowed="a list without `lm_head`",
+        reason="the fused loss reads the LM head's weight itself, so an adapter on it would be ignored without a word",
+        remedy="Remove `lm_head` from `adapter.targets`.",
+    )
+
+
+def micro_batch_divides_the_step(recipe: Recipe) -> Violation | None:
+    """A step is a whole number of micro-batches, so that each weighs the same."""
+    rows, micro = recipe.training.rows_per_step, recipe.training.rows_per_micro_batch
+    if rows % micro == 0:
+        return None
+    nearest = max(size for size in range(1, min(rows, micro) + 1) if rows % size == 0)
+    return Violation(
+        keys=("training.rows_per_micro_batch", "training.rows_per_step"),
+        found=micro,
+        allowed=f"a divisor of `training.rows_per_step`, which is {rows}",
+        reason="a step is a whole number of micro-batches",
+        remedy=f"Set `training.rows_per_micro_batch: {nearest}`, or `training.rows_per_step: {micro}`.",
+    )
+
+
+def evaluation_needs_held_out_data(recipe: Recipe) -> Violation | None:
+    """Asking for an evaluation without data to evaluate on is a mistake; the defaults ask for none."""
+    if recipe.data.eval is not None:
+        return None
+    default = EvaluationSection()
+    for key in ("every_steps", "metrics", "samples"):
+        value = getattr(recipe.evaluation, key)
+        if value and value != getattr(default, key):
+            return Violation(
+                keys=(f"evaluation.{key}",),
+                found=value,
+                allowed="left out while `data.eval` is empty",
+                reason="there is no held-out data to evaluate on",
+                remedy="Add held-out data, such as `data.eval: {fraction: 0.02}`, or remove the key.",
+            )
+    return None
+
+
+def metrics_are_known(recipe: Recipe) -> Violation | None:
+    """A metric is built in, or a Python file that is there."""
+    for index, name in enumerate(recipe.evaluation.metrics):
+        if name in METRICS or (name.endswith(".py") and Path(name).is_file()):
+            continue
+        near = difflib.get_close_matches(name, METRICS, n=1)
+        return Violation(
+            keys=(f"evaluation.metrics.{index}", "evaluation.metrics"),
+            found=name,
+            allowed="`exact_match` or an existing Python file",
+            reason=f"did you mean `{near[0]}`?" if near else "there is no such metric or file",
+            remedy="Use `exact_match`, or the path of a .py file (relative to the file that names it).",
+        )
+    return None
+
+
+def metric_names_differ(recipe: Recipe) -> Violation | None:
+    """Scores are recorded under the metric's name (a file's without `.py`), so two may not share one."""
+    names = [Path(metric).stem for metric in recipe.evaluation.metrics]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if not twice:
+        return None
+    return Violation(
+        keys=("evaluation.metrics",),
+        found=list(recipe.evaluation.metrics),
+        allowed="a list of metrics with different names",
+        reason=f"two would be recorded as `eval_{twice[0]}`",
+        remedy="Remove one, or rename its file.",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    quantized_weights_need_an_adapter,
+    full_fine_tuning_in_fp16_is_refused,
+    revision_needs_a_hub_id,
+    chat_template_exists,
+    lora_targets_are_names,
+    lora_leaves_the_lm_head_alone,
+    micro_batch_divides_the_step,
+    evaluation_needs_held_out_data,
+    metrics_are_known,
+    metric_names_differ,
+)

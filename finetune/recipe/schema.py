@@ -1,0 +1,189 @@
+"""The recipe's one schema: every section, field, default and limit.
+
+The text under a field is its help, its description in the JSON Schema and its line in `docs/recipe_reference.md`.
+Rules that span fields are in `rules.py`; reading files, `extends` and overrides are in `load.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused, values do not change after loading."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, strict=False, allow_inf_nan=False
+    )
+
+
+class ModelSection(Section):
+    """The base model: where its files are and how they are held in memory."""
+
+    path: str = Field(min_length=1)
+    """Folder with the model's files (relative to the recipe) or a hub id such as `Qwen/Qwen3-14B`."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id; none means its main branch."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`pretrained` loads the weights; `random` needs only `config.json` and the tokenizer and draws the weights
+    on the device from `training.seed`, for pretraining, tests and benches."""
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Number format of the weights. `auto` keeps the one that the model's `config.json` names."""
+    quantization: Literal["none", "nf4"] = "none"
+    """`nf4` holds the frozen linear layers in 4 bits (QLoRA) and needs an adapter."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Attention implementation. `auto` takes `sdpa`, and `eager` where the architecture has no other."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train. `auto` takes a CUDA device when there is one; `cuda` is an error when there is none."""
+    chat_template: str | None = None
+    """Jinja file (relative to the recipe) used in place of the tokenizer's own chat template."""
+
+
+class LoraAdapter(Section):
+    """Low-rank adapters (LoRA) beside frozen weights."""
+
+    type: Literal["lora"] = "lora"
+    """Kind of adapter."""
+    rank: int = Field(default=16, ge=1, le=4096)
+    """Rank of each adapter."""
+    alpha: float = Field(default=16.0, gt=0)
+    """The adapter's output is scaled by `alpha / rank`."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout on the adapter's input while training."""
+    targets: Literal["all-linear", "attention"] | list[str] = "all-linear"
+    """`all-linear`: every linear layer of attention and MLP, experts included, never the router or the LM head.
+    `attention`: the attention projections. A list names modules by the end of their path, such as `q_proj`, or
+    expert parameters such as `mlp.experts.gate_up_proj`."""
+
+
+class NoAdapter(Section):
+    """Full fine-tuning: every weight is trained."""
+
+    type: Literal["none"]
+    """Kind of adapter."""
+
+
+def _adapter_type(value: object) -> object:
+    """Returns an adapter's `type`; one that names none is LoRA, so that `adapter: {rank: 8}` says enough."""
+    return value.get("type", "lora") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+Adapter = Annotated[
+    Annotated[LoraAdapter, Tag("lora")] | Annotated[NoAdapter, Tag("none")], Discriminator(_adapter_type)
+]
+
+
+class Source(Section):
+    """One data file."""
+
+    path: str = Field(min_length=1)
+    """JSON, JSONL, CSV or Parquet file, relative to the recipe."""
+    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"] = "auto"
+    """Shape of a record. `auto` recognises it from the first record's keys and says which it took."""
+    max_rows: int | None = Field(default=None, ge=1)
+    """Use only the first so many records."""
+
+
+class EvalFraction(Section):
+    """A part of the training data held out for evaluation."""
+
+    fraction: float = Field(gt=0.0, lt=1.0)
+    """Share of the distinct samples to hold out; equal samples never end up on both sides."""
+
+
+class DataSection(Section):
+    """What is trained on and how it becomes rows."""
+
+    train: list[Source] = Field(min_length=1)
+    """Files to train on, read in order."""
+    eval: Annotated[list[Source], Field(min_length=1)] | EvalFraction | None = None
+    """Files to evaluate on, or a fraction of the training data, or nothing."""
+    max_length: int = Field(default=2048, ge=8, le=4_194_304)
+    """Length of a row in tokens."""
+    over_length: Literal["error", "drop", "truncate", "split"] = "error"
+    """What to do with a sample longer than `max_length`: refuse the run, leave the sample out, cut its end, or
+    (plain text only) split it over several rows. What was lost is counted and reported."""
+    loss_on: Literal["assistant", "last_assistant", "completion", "all"] = "assistant"
+    """Tokens that are learned: all assistant turns, the last one only, the completion of prompt/completion
+    records, or every token. Plain text always trains on every token."""
+    packing: bool = True
+    """Put several samples into one row, each seeing only itself."""
+    cache: bool = True
+    """Keep the tokenized samples in the user's cache folder, keyed by content, for the next run."""
+
+
+class TrainingSection(Section):
+    """The optimisation: how long, how large a step, how fast."""
+
+    method: Literal["sft"] = "sft"
+    """Training method."""
+    epochs: float = Field(default=1.0, gt=0)
+    """Passes over the data; `max_steps` ends the run earlier."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps at most."""
+    rows_per_step: int = Field(default=8, ge=1)
+    """Rows that make one optimizer step, whatever the micro-batch."""
+    rows_per_micro_batch: int = Field(default=1, ge=1)
+    """Rows in one forward and backward pass; must divide `rows_per_step`."""
+    learning_rate: float = Field(default=2e-4, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after warm-up."""
+    warmup_fraction: float = Field(default=0.03, ge=0.0, lt=1.0)
+    """Share of all steps over which the learning rate rises from zero."""
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    """`adamw` keeps its state in fp32, `adamw_8bit` in 8 bits, `paged_adamw_8bit` in memory that the host backs."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Decoupled weight decay."""
+    max_grad_norm: float = Field(default=1.0, ge=0.0)
+    """Gradients are scaled down to this norm; 0 leaves them alone."""
+    gradient_checkpointing: bool = True
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    router_aux_loss: float | None = Field(default=None, ge=0.0)
+    """Coefficient of an MoE's load-balancing loss; none takes the model's own, 0 leaves the loss out."""
+    seed: int = Field(default=7, ge=0, le=2**32 - 1)
+    """Seed of the data order, the adapters' first values and dropout."""
+
+
+class EvaluationSection(Section):
+    """When and how the held-out data is looked at."""
+
+    every_steps: int | None = Field(default=None, ge=1)
+    """Evaluate after every so many steps; none evaluates at the end only. Needs `data.eval`."""
+    at_start: bool = True
+    """Evaluate before the first step too, so that the report shows before and after."""
+    metrics: list[str] = []
+    """Scores of generated answers against the reference: `exact_match`, or a Python file (relative to the recipe)
+    that defines `score(prediction: str, reference: str) -> float`. Computed at the start and at the end."""
+    metric_rows: int = Field(default=200, ge=1)
+    """Held-out samples that are scored, from the first on."""
+    samples: int = Field(default=3, ge=0)
+    """Held-out prompts whose answers are shown before and after."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest answer that is generated, in tokens."""
+
+
+class OutputSection(Section):
+    """The run folder and what goes into it."""
+
+    dir: str = Field(min_length=1)
+    """Run folder, relative to the folder that the command is given in."""
+    save_every_steps: int | None = Field(default=None, ge=1)
+    """Write a checkpoint after every so many steps; none writes one at the end only."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Checkpoints kept; older ones are removed."""
+    log_every_steps: int = Field(default=1, ge=1)
+    """Steps between two lines of `metrics.jsonl`; metrics are fetched from the device only then."""
+
+
+class Recipe(Section):
+    """A complete run: what is trained, on what, how, and where the result goes."""
+
+    model: ModelSection
+    adapter: Adapter = LoraAdapter()
+    data: DataSection
+    training: TrainingSection = TrainingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    output: OutputSection

@@ -1,0 +1,1 @@
+"""The run folder: manifest, metrics, checkpoints and report."""

@@ -1,0 +1,127 @@
+"""Which checkpoints can be trusted: a marker, written last, lists the size of every file.
+
+A run that is killed while a checkpoint is written, or while an old one is removed, leaves a folder without a marker or
+with files that do not match it. Such a folder is never resumed from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.run.atomic import sync_file, sync_folder, write_json
+
+MARKER = "complete.json"
+"""Name of the marker inside a checkpoint folder."""
+MARKER_VERSION = 1
+
+_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True)
+class IncompleteCheckpoint:
+    """A checkpoint folder that is not resumed from, and why."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class CheckpointScan:
+    """The checkpoints of a folder, oldest step first."""
+
+    complete: tuple[Path, ...]
+    incomplete: tuple[IncompleteCheckpoint, ...]
+
+    @property
+    def latest(self) -> Path | None:
+        return self.complete[-1] if self.complete else None
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """Returns the step in a folder name such as `checkpoint-120`, or None where the name is another."""
+    match = _CHECKPOINT_NAME.fullmatch(path.name)
+    return int(match.group(1)) if match else None
+
+
+def mark_complete(checkpoint_dir: Path) -> None:
+    """Flushes every file of the checkpoint to the disk and then writes its marker."""
+    sizes: dict[str, int] = {}
+    folders = [checkpoint_dir]
+    for path in sorted(checkpoint_dir.rglob("*")):
+        if path.is_dir():
+            folders.append(path)
+        elif path.is_file() and path != checkpoint_dir / MARKER:
+            sync_file(path)
+            sizes[path.relative_to(checkpoint_dir).as_posix()] = path.stat().st_size
+    for folder in folders:
+        sync_folder(folder)
+    marker = {"marker_version": MARKER_VERSION, "step": checkpoint_step(checkpoint_dir), "files": sizes}
+    write_json(checkpoint_dir / MARKER, marker)
+    sync_folder(checkpoint_dir.parent)
+
+
+def scan_checkpoints(folder: Path) -> CheckpointScan:
+    """Sorts the checkpoints of `folder` into complete and incomplete ones; a missing folder has none."""
+    if not folder.is_dir():
+        return CheckpointScan((), ())
+    numbered = [(step, path) for path in folder.iterdir() if (step := checkpoint_step(path)) is not None]
+    complete: list[Path] = []
+    incomplete: list[IncompleteCheckpoint] = []
+    for _, path in sorted(numbered):
+        fault = _fault(path)
+        if fault is None:
+            complete.append(path)
+        else:
+            incomplete.append(IncompleteCheckpoint(path, fault))
+    return CheckpointScan(tuple(complete), tuple(incomplete))
+
+
+def remove_checkpoint(checkpoint_dir: Path) -> None:
+    """Removes a checkpoint, its marker first, so that a kill on the way leaves nothing that looks complete."""
+    (checkpoint_dir / MARKER).unlink(missing_ok=True)
+    sync_folder(checkpoint_dir)
+    shutil.rmtree(checkpoint_dir)
+
+
+def keep_newest(folder: Path, keep: int) -> list[Path]:
+    """Removes all but the `keep` newest complete checkpoints and returns the removed ones.
+
+    Incomplete ones older than the newest complete one are leftovers of a killed run and go as well.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, not {keep}")
+    scan = scan_checkpoints(folder)
+    removed = list(scan.complete[:-keep])
+    if scan.latest is not None:
+        newest_step = checkpoint_step(scan.latest) or 0
+        removed += [item.path for item in scan.incomplete if (checkpoint_step(item.path) or 0) < newest_step]
+    for path in removed:
+        remove_checkpoint(path)
+    return removed
+
+
+def _fault(checkpoint_dir: Path) -> str | None:
+    """Returns why a checkpoint is not complete, or None."""
+    if not checkpoint_dir.is_dir():
+        return "it is not a folder"
+    try:
+        marker = json.loads((checkpoint_dir / MARKER).read_text(encoding="utf-8"))
+        files = dict(marker["files"])
+    except FileNotFoundError:
+        return f"it has no {MARKER}: writing it did not end"
+    except (ValueError, KeyError, TypeError):
+        return f"its {MARKER} is damaged"
+    if not files:
+        return f"its {MARKER} lists no files"
+    for name, size in files.items():
+        path = checkpoint_dir / name
+        if not os.path.isfile(path):
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size:,} bytes where {size:,} were written"
+    return None

@@ -1,0 +1,286 @@
+"""`report.html`: the run on one self-contained page, without scripts and without the network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from html import escape
+from importlib.resources import files
+from pathlib import PurePath
+from typing import Any
+
+import yaml
+
+from finetune.run.chart import Curve, render_chart
+from finetune.run.fragments import (
+    format_axis,
+    format_bytes,
+    format_plain,
+    format_seconds,
+    format_value,
+    humanize,
+    render_pairs,
+    render_rows,
+)
+from finetune.run.series import extract_series
+
+_BADGES = {
+    "done": ("good", "Done"),
+    "running": ("plain", "Running"),
+    "interrupted": ("warn", "Interrupted"),
+    "stopped": ("bad", "Stopped"),
+    "failed": ("bad", "Failed"),
+}
+_SHARE_SCORES = frozenset({"exact_match", "accuracy", "f1"})
+
+
+def render_html(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the page for a report of `build_report` and the records of its `metrics.jsonl`.
+
+    The page needs no other file. It follows the reader's light or dark theme and fits a telephone.
+    """
+    title = _run_name(report)
+    body = "".join(
+        (
+            _outcome(report, title),
+            _section("Curves", _curves(metrics)),
+            _section("Answers before and after", _samples(report.get("samples") or ())),
+            _section(
+                "What is trained", _cards(_card(render_pairs(report["trained"]))) if report.get("trained") else ""
+            ),
+            _section("Checks and results", _results(report)),
+            _section("Data", _ledgers(report.get("ledgers") or {})),
+            _section("Plan and time", _plan(report)),
+            _section("Environment", _environment(report.get("environment") or {})),
+            _section("Recipe", _recipe(report.get("recipe") or {})),
+        )
+    )
+    style = files("finetune.run").joinpath("report.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(title)} - finetune</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n<footer>Made by finetune. The numbers are in report.json and metrics.jsonl."
+        "</footer>\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _run_name(report: Mapping[str, Any]) -> str:
+    folder = (report.get("recipe") or {}).get("output", {}).get("dir", "")
+    return PurePath(str(folder)).name or "run"
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{content}</section>\n" if content else ""
+
+
+def _card(content: str) -> str:
+    return f'<div class="card">{content}</div>'
+
+
+def _cards(*cards: str) -> str:
+    return f'<div class="grid2">{"".join(cards)}</div>'
+
+
+def _outcome(report: Mapping[str, Any], title: str) -> str:
+    style, word = _BADGES.get(str(report.get("status")), ("plain", str(report.get("status"))))
+    recipe = report.get("recipe") or {}
+    adapter = recipe.get("adapter") or {}
+    method = f"LoRA rank {adapter.get('rank')}" if adapter.get("type") == "lora" else "full fine-tuning"
+    model = recipe.get("model") or {}
+    quantization = model.get("quantization", "none")
+    parts = [str(model.get("path", "")), method, "" if quantization == "none" else f"{quantization} weights"]
+    lead = ", ".join(part for part in parts if part)
+    message = f'<p class="message">{escape(str(report["message"]))}</p>' if report.get("message") else ""
+    return (
+        f'<header><div class="top"><span class="brand">finetune</span><span class="badge {style}">{escape(word)}</span>'
+        f"<span>{escape(_when(str(report.get('created', ''))))}</span></div>"
+        f'<h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>{message}'
+        f'<div class="heroes">{_heroes(report)}</div>{_key_facts(report)}</header>\n'
+    )
+
+
+def _when(created: str) -> str:
+    return created.replace("T", " ").replace("+00:00", " UTC")
+
+
+def _heroes(report: Mapping[str, Any]) -> str:
+    """Returns the large before-and-after cards: scores first, then the held-out loss, else the training loss."""
+    summary = report.get("summary") or {}
+    heroes = [_score_hero(name, score) for name, score in (report.get("scores") or {}).items()]
+    before, after = summary.get("eval_loss_before"), summary.get("eval_loss_after")
+    if before is not None or after is not None:
+        heroes.append(_hero("Held-out loss", _loss(before), _loss(after), note=_change_note(before, after)))
+    elif summary.get("train_loss_last") is not None:
+        first, last = summary.get("train_loss_first"), summary["train_loss_last"]
+        heroes.append(_hero("Training loss", _loss(first), _loss(last), note="first and last logged step"))
+    return "".join(heroes)
+
+
+def _score_hero(name: str, score: Mapping[str, Any]) -> str:
+    before, after = score.get("before"), score.get("after")
+    is_share = name in _SHARE_SCORES
+    number = "{:.1%}".format if is_share else format_plain
+    note = f"{score['rows']:,} held-out samples" if score.get("rows") is not None else ""
+    if before is not None and after is not None:
+        difference = f"{100 * (after - before):+.1f} points" if is_share else f"{after - before:+.4g}"
+        note = f"{difference} on {note}" if note else difference
+    meter = ""
+    if is_share and after is not None:
+        bars = f'<i style="width:{after:.1%}"></i><i class="was" style="width:{min(before or 0.0, after):.1%}"></i>'
+        meter = f'<div class="meter">{bars}</div>'
+    texts = [number(value) if value is not None else None for value in (before, after)]
+    return _hero(humanize(name), texts[0], texts[1], note=note, meter=meter)
+
+
+def _hero(name: str, before: str | None, after: str | None, *, note: str, meter: str = "") -> str:
+    was = (
+        f'<span class="before">{escape(before)}</span><span class="arrow" aria-label="to">&rarr;</span>'
+        if before
+        else ""
+    )
+    return (
+        f'<div class="card hero"><div class="name"><span>{escape(name)}</span></div><div class="change">{was}'
+        f'<span class="after">{escape(after or "-")}</span></div>{meter}<p class="note">{escape(note)}</p></div>'
+    )
+
+
+def _loss(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3f}"
+
+
+def _change_note(before: float | None, after: float | None) -> str:
+    if before is None or after is None or before == 0:
+        return "per learned token, lower is better"
+    word = "lower" if after < before else "higher"
+    return f"{abs(1 - after / before):.0%} {word}, per learned token"
+
+
+def _key_facts(report: Mapping[str, Any]) -> str:
+    summary, timings = report.get("summary") or {}, report.get("timings") or {}
+    rate = timings.get("real_tokens_per_second", summary.get("real_tokens_per_second_median"))
+    facts = [
+        ("Steps", summary.get("steps"), format_plain),
+        ("Tokens trained", summary.get("real_tokens"), format_axis),
+        ("Tokens per second", rate, format_plain if (rate or 0) < 1000 else "{:,.0f}".format),
+        ("Peak GPU memory", summary.get("peak_memory_bytes") or None, format_bytes),
+        ("To first step", timings.get("seconds_to_first_step"), format_seconds),
+        ("Total time", timings.get("total_seconds"), format_seconds),
+    ]
+    shown = "".join(
+        f"<div><dt>{name}</dt><dd>{escape(form(value))}</dd></div>" for name, value, form in facts if value is not None
+    )
+    return f'<dl class="facts">{shown}</dl>' if shown else ""
+
+
+def _curves(metrics: Sequence[Mapping[str, Any]]) -> str:
+    train = partial(extract_series, metrics, kind="train")
+    training_loss = Curve("training", train(key="loss"), is_smoothed=True)
+    held_out = Curve("held out", extract_series(metrics, kind="eval", key="eval_loss"), style="second", has_dots=True)
+    memory = train(key="peak_memory_bytes", scale=1 / 1024**3)
+    charts = [
+        render_chart("Loss", [training_loss, held_out], number="{:.4g}".format),
+        render_chart("Learning rate", [Curve("last", train(key="learning_rate"))], number=format_axis, from_zero=True),
+        render_chart("Gradient norm", [Curve("last", train(key="grad_norm"))], number="{:.3g}".format, from_zero=True),
+        render_chart(
+            "Real tokens per second",
+            [Curve("last", train(key="real_tokens_per_second"))],
+            number=format_axis,
+            from_zero=True,
+        ),
+    ]
+    if any(memory.values):
+        charts.append(
+            render_chart("Peak GPU memory, GiB", [Curve("last", memory)], number="{:.3g}".format, from_zero=True)
+        )
+    drawn = "".join(charts)
+    return f'<div class="charts">{drawn}</div>' if drawn else '<p class="soft">Nothing was logged.</p>'
+
+
+def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(_sample(number, sample) for number, sample in enumerate(samples, start=1))
+
+
+def _sample(number: int, sample: Mapping[str, Any]) -> str:
+    reference, after = sample.get("reference"), sample.get("after")
+    is_equal = reference is not None and after is not None and str(reference).strip() == str(after).strip()
+    match = " <span>equals the reference</span>" if is_equal else ""
+    answers = (
+        f"<div><h4>Reference</h4>{_text(reference)}</div><div><h4>Before</h4>{_text(sample.get('before'))}</div>"
+        f"<div{' class=is-after' if is_equal else ''}><h4>After{match}</h4>{_text(after)}</div>"
+    )
+    return (
+        f'<article class="card sample"><div class="prompt"><h4>Prompt {number}</h4>{_text(sample.get("prompt"))}</div>'
+        f'<div class="answers">{answers}</div></article>'
+    )
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return '<p class="soft">not generated</p>'
+    return f'<div class="text" tabindex="0">{escape(str(value))}</div>' if str(value) else '<p class="soft">empty</p>'
+
+
+def _results(report: Mapping[str, Any]) -> str:
+    cards = []
+    if report.get("checks"):
+        cards.append(_card(f'<ul class="checks">{"".join(_check(item) for item in report["checks"])}</ul>'))
+    parts = [(name, report.get(name.lower())) for name in ("Artifacts", "Checkpoints")]
+    tables = [f"<h4>{name}</h4>{render_rows(rows)}" for name, rows in parts if rows]
+    if tables:
+        cards.append(_card('<div class="gap"></div>'.join(tables)))
+    return _cards(*cards) if cards else ""
+
+
+def _check(check: Mapping[str, Any]) -> str:
+    ok = check.get("ok")
+    style, mark, word = (
+        ("na", "&ndash;", "not applicable")
+        if ok is None
+        else ("", "&check;", "passed")
+        if ok
+        else ("no", "&cross;", "failed")
+    )
+    detail = f'<br><span class="soft">{escape(str(check["detail"]))}</span>' if check.get("detail") else ""
+    name = escape(str(check.get("name", "")))
+    return f'<li class="{style}"><b role="img" aria-label="{word}">{mark}</b><div>{name}{detail}</div></li>'
+
+
+def _ledgers(ledgers: Mapping[str, Any]) -> str:
+    cards = [
+        _card(render_pairs(ledger, caption=humanize(str(name))))
+        for name, ledger in ledgers.items()
+        if isinstance(ledger, Mapping) and ledger
+    ]
+    loose = {name: value for name, value in ledgers.items() if not isinstance(value, Mapping)}
+    if loose:
+        cards.append(_card(render_pairs(loose)))
+    return _cards(*cards) if cards else ""
+
+
+def _plan(report: Mapping[str, Any]) -> str:
+    parts = [(report.get("plan"), "Plan"), (report.get("timings"), "Time")]
+    cards = [_card(render_pairs(pairs, caption=caption)) for pairs, caption in parts if pairs]
+    return _cards(*cards) if cards else ""
+
+
+def _environment(environment: Mapping[str, Any]) -> str:
+    if not environment:
+        return ""
+    packages = environment.get("packages") or {}
+    command = environment.get("command") or []
+    rest = {key: value for key, value in environment.items() if key not in ("packages", "command")}
+    cards = [_card(render_pairs(rest, caption="Machine and program"))]
+    if packages:
+        cards.append(_card(render_pairs(packages, caption="Packages", is_verbatim=True)))
+    line = " ".join(str(part) for part in command) if isinstance(command, list) else format_value("", command)
+    shown = f'<div class="card" style="margin-top:14px"><h4>Command</h4><pre tabindex="0">{escape(line)}</pre></div>'
+    return _cards(*cards) + (shown if line else "")
+
+
+def _recipe(recipe: Mapping[str, Any]) -> str:
+    if not recipe:
+        return ""
+    text = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, default_flow_style=False)
+    return f'<details class="card" open><summary>recipe.yaml</summary><pre tabindex="0">{escape(text)}</pre></details>'

@@ -1,0 +1,61 @@
+"""One process a run folder: a lock that the operating system releases when its holder dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from finetune.errors import EnvironmentProblem
+
+LOCK_NAME = ".lock"
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock for the length of the `with` block.
+
+    The lock file stays behind: removing it would let two processes lock two different files of one name.
+
+    Raises:
+        EnvironmentProblem: another process holds it; the message names its process id.
+    """
+    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _held_problem(folder, os.pread(descriptor, 32, 0)) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+        yield
+    finally:
+        # A forked child (a data loader's worker) shares the lock; unlocking, not closing alone, ends it for all.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def require_unlocked(folder: Path) -> None:
+    """Raises EnvironmentProblem where a process holds the folder's lock; writes nothing."""
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _held_problem(folder, os.pread(descriptor, 32, 0)) from None
+    finally:
+        os.close(descriptor)
+
+
+def _held_problem(folder: Path, content: bytes) -> EnvironmentProblem:
+    pid = content.decode("ascii", errors="replace").strip()
+    holder = f"process {pid}" if pid.isdigit() else "another process"
+    return EnvironmentProblem(
+        f"{holder} is training into this run folder",
+        place=str(folder),
+        remedy="Wait until it ends, stop it, or set another output.dir.",
+    )

@@ -1,0 +1,91 @@
+"""`metrics.jsonl`: one JSON object a line, appended while the run goes on.
+
+Each line is flushed when it is written, so a killed run loses at most the line it was writing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import DataError
+from finetune.run.atomic import write_text
+
+MetricsRecord = dict[str, Any]
+
+
+class MetricsWriter:
+    """Appends records to a metrics file.
+
+    Args:
+        path: the file; its folder exists.
+        resumed_step: the step that the run continues from. Lines of later steps are removed, as they will be written
+            again. None starts an empty file.
+    """
+
+    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
+        kept = [] if resumed_step is None else [r for r in read_metrics(path) if r.get("step", 0) <= resumed_step]
+        write_text(path, "".join(_line(record) for record in kept))
+        self._stream = path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Appends one record; a number that is not finite becomes null, as JSON has no NaN."""
+        self._stream.write(_line(record))
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[MetricsRecord]:
+    """Returns the records of a metrics file, in order; a missing file has none.
+
+    A last line without its line end is what a killed run leaves: it is left out where it is not a whole object.
+
+    Raises:
+        DataError: any other line is not a JSON object; the place is file and line.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    records: list[MetricsRecord] = []
+    for number, line in enumerate(lines, start=1):
+        is_cut_candidate = number == len(lines)
+        if is_cut_candidate and not line:
+            break
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        elif not is_cut_candidate:
+            raise DataError(
+                f"this line is not a JSON object: {line[:60].decode('utf-8', errors='replace')!r}",
+                place=f"{path}:{number}",
+                remedy="Remove or mend the line; the run's checkpoints and artifacts do not depend on it.",
+            )
+    return records
+
+
+def _line(record: Mapping[str, object]) -> str:
+    return json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False) + "\n"
+
+
+def _plain(value: object) -> object:
+    """Turns numbers of numpy and torch into Python's, and those that are not finite into None."""
+    item = getattr(value, "item", None)
+    if callable(item):
+        value = item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,1 @@
+"""From recipe and parts to a trained model."""

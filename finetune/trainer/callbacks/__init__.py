@@ -1,0 +1,1 @@
+"""Callbacks observe or stop a run; they never change a number."""

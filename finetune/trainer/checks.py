@@ -1,0 +1,64 @@
+"""Checks that the program makes on the model it is about to train, before they could cost a GPU hour."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from finetune.errors import GateStopped
+
+PROBE_TOKENS = 16
+RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Largest change of a hidden state, over their standard deviation. A masked token contributes exactly nothing; what is
+left is the rounding of products whose tiles shift with the routing. Contamination changes states by their own size."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was checked, for the report."""
+
+    name: str
+    ok: bool | None
+    """None stands for: does not apply to this run."""
+    detail: str
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def check_documents_are_separate(model: nn.Module, *, num_rows: int) -> Check:
+    """Changes every token of a row's first document and compares the second one's hidden states.
+
+    Raises:
+        GateStopped: the second document saw the first, so training packed rows would mix documents.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, num_rows, (3, PROBE_TOKENS), generator=generator)
+    positions = torch.arange(PROBE_TOKENS).repeat(2)[None].to(device)
+    was_training = model.training
+    model.eval()
+    states = [
+        _last_hidden_states(model, torch.cat((first, tokens[2]))[None].to(device), positions)[:, PROBE_TOKENS:]
+        for first in tokens[:2]
+    ]
+    model.train(was_training)
+    scale = states[0].float().std().item()
+    change = (states[0].float() - states[1].float()).abs().max().item() / (scale or 1.0)
+    limit = RELATIVE_TOLERANCE.get(states[0].dtype, 5e-2)
+    detail = f"a packed document changes by {change:.1e} of its states' spread when its neighbour does (limit {limit})"
+    if change > limit:
+        raise GateStopped(
+            f"packed documents see each other on this model and attention: {detail}",
+            place="data.packing",
+            remedy="Set data.packing=false, or choose another model.attention.",
+        )
+    return Check("packed documents do not see each other", True, detail)
+
+
+def _last_hidden_states(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    outputs = model(input_ids=input_ids, position_ids=positions, use_cache=False, output_hidden_states=True)
+    return outputs.hidden_states[-1]

@@ -1,0 +1,114 @@
+"""Answers of the model in training to held-out prompts: greedy, batched, through the ids that training rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.store import SampleStore
+from finetune.data.types import IGNORE_INDEX
+
+MAX_BATCH_TOKENS = 16_384
+"""Prompt and answer slots of one batch, which bounds the key-value cache."""
+MAX_BATCH_PROMPTS = 64
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Answers prompts with the model as it is at the moment.
+
+    Args:
+        model: base or PEFT model.
+        stop_ids: tokens that end an answer.
+        max_new_tokens: longest answer.
+        autocast: makes the context that training's forward runs in.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    pad_token_id: int
+    max_new_tokens: int
+    autocast: Callable[[], AbstractContextManager[None, bool | None]] = nullcontext
+
+    @torch.no_grad()
+    def answer(self, prompts: Sequence[NDArray[np.int32]]) -> list[str]:
+        """Returns the answer's text for each prompt (int32 `[T]`), in order, without the stop token."""
+        answers = [""] * len(prompts)
+        with _generation_mode(self.model):
+            for batch in _batches([len(prompt) + self.max_new_tokens for prompt in prompts]):
+                texts = self._answer_batch([prompts[index] for index in batch])
+                for index, text in zip(batch, texts, strict=True):
+                    answers[index] = text
+        return answers
+
+    def _answer_batch(self, prompts: list[NDArray[np.int32]]) -> list[str]:
+        device = next(self.model.parameters()).device
+        longest = max(len(prompt) for prompt in prompts)
+        input_ids = np.full((len(prompts), longest), self.pad_token_id, dtype=np.int64)
+        mask = np.zeros_like(input_ids)
+        for row, prompt in enumerate(prompts):  # padded on the left: answers start in one column
+            input_ids[row, longest - len(prompt) :] = prompt
+            mask[row, longest - len(prompt) :] = 1
+        with self.autocast():
+            tokens = self.model.generate(  # pyright: ignore[reportCallIssue] - nn.Module to the checker
+                input_ids=torch.from_numpy(input_ids).to(device),
+                attention_mask=torch.from_numpy(mask).to(device),
+                max_new_tokens=self.max_new_tokens,
+                do_sample=False,
+                eos_token_id=list(self.stop_ids),
+                pad_token_id=self.pad_token_id,
+                use_cache=True,
+            )
+        return [self._text(row[longest:].tolist()) for row in tokens]
+
+    def _text(self, tokens: list[int]) -> str:
+        end = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
+        return str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True))
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: nn.Module, train: SampleStore) -> tuple[int, ...]:
+    """Returns the ids that end an answer: the tokenizer's, the generation config's, and the one that the training
+    data ends its first sample's last answer with (a base model's own end is often another token)."""
+    configured = model.generation_config.eos_token_id  # pyright: ignore[reportAttributeAccessIssue]
+    labels = train[0].labels
+    ids = [
+        tokenizer.eos_token_id,
+        *(configured if isinstance(configured, list) else [configured]),
+        int(labels[labels != IGNORE_INDEX][-1]),
+    ]
+    return tuple(sorted({token for token in ids if isinstance(token, int)}))
+
+
+def _batches(lengths: list[int]) -> Iterator[list[int]]:
+    """Groups prompt indices from long to short, so that a batch holds prompts of like length."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    while order:
+        size = max(1, min(MAX_BATCH_PROMPTS, MAX_BATCH_TOKENS // lengths[order[0]]))
+        yield order[:size]
+        order = order[size:]
+
+
+@contextmanager
+def _generation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without router logits: with them, a batched `generate` fails in the load-balancing loss, whose
+    attention mask does not fit the one new token (transformers 5.17 to 5.24)."""
+    was_training = model.training
+    text_config = model.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    router_logits = getattr(text_config, "output_router_logits", None)
+    model.eval()
+    if router_logits:
+        text_config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if router_logits:
+            text_config.output_router_logits = router_logits
+        model.train(was_training)

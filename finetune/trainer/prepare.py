@@ -1,0 +1,143 @@
+"""Everything of a run that is settled before its weights are read: data, targets, steps, disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.build import Dataset, build_dataset
+from finetune.data.pack import PackPlan, one_sample_a_row, pack
+from finetune.data.rows import RowDataset
+from finetune.data.store import SampleStore
+from finetune.errors import RecipeError
+from finetune.model.adapter import AdapterTargets, add_adapter, choose_targets
+from finetune.model.config import ModelPlan, plan_model
+from finetune.model.load import choose_pad_token, load_tokenizer, vocabulary_rows
+from finetune.model.trainable import TrainableTable, trainable_table
+from finetune.recipe.schema import DataSection, LoraAdapter, Recipe
+from finetune.run.disk import require_disk_space
+from finetune.trainer.evaluation import HeldOut, num_answers
+from finetune.trainer.schedule import StepPlan, plan_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that could start now."""
+
+    model: ModelPlan
+    targets: AdapterTargets | None
+    table: TrainableTable
+    tokenizer: PreTrainedTokenizerBase
+    pad_token_id: int
+    dataset: Dataset
+    train_rows: RowDataset
+    eval_rows: RowDataset | None
+    steps: StepPlan
+    held_out: HeldOut
+    is_packed: bool
+
+    def plan_dict(self) -> dict[str, object]:
+        """The plan as the report and `--json` show it."""
+        train = self.train_rows.plan
+        return {
+            "model": self.model.section.path,
+            "architecture": type(self.model.skeleton).__name__,
+            "device": str(self.model.device),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "attention": self.model.attention,
+            "samples": len(self.dataset.train),
+            "rows": len(train),
+            "row_length_tokens": train.max_length,
+            "real_tokens": train.num_tokens,
+            "fill": round(train.fill, 5),
+            "eval_samples": len(self.dataset.eval) if self.dataset.eval is not None else 0,
+            **self.steps.as_dict(),
+            "checkpoint_bytes": self.table.checkpoint_bytes,
+        }
+
+    def trained_dict(self) -> dict[str, object]:
+        """What is trained, for the report and `--json`."""
+        return {
+            "trainable_parameters": self.table.num_trainable,
+            "total_parameters": self.table.num_total,
+            "share": self.table.share,
+            "groups": [group.as_dict() for group in self.table.groups],
+        }
+
+
+def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
+    """Settles the run. Reads the config, the tokenizer and the data, but no weights; writes nothing but the
+    tokenized data's cache.
+
+    Raises:
+        FinetuneError: whatever of model, data or recipe does not hold; each names its place and remedy.
+    """
+    plan = plan_model(recipe.model, packing=recipe.data.packing)
+    _require_positions(recipe.data, plan)
+    targets = choose_targets(plan.skeleton, recipe.adapter) if isinstance(recipe.adapter, LoraAdapter) else None
+    tokenizer = load_tokenizer(recipe.model)
+    num_rows = vocabulary_rows(plan.skeleton)
+    table = trainable_table(add_adapter(plan.skeleton, recipe.adapter, targets=targets))
+    _require_room(recipe, table)
+    dataset = build_dataset(
+        recipe.data,
+        tokenizer=tokenizer,
+        seed=recipe.training.seed,
+        max_references=num_answers(recipe.evaluation),
+        say=say,
+    )
+    _require_tokens_in_vocabulary(dataset.train, num_rows)
+    train_rows = RowDataset(dataset.train, plan_rows(dataset.train, recipe.data, seed=recipe.training.seed))
+    eval_rows = None
+    if dataset.eval is not None:
+        _require_tokens_in_vocabulary(dataset.eval, num_rows)
+        eval_rows = RowDataset(dataset.eval, plan_rows(dataset.eval, recipe.data, seed=recipe.training.seed))
+    return Prepared(
+        model=plan,
+        targets=targets,
+        table=table,
+        tokenizer=tokenizer,
+        pad_token_id=choose_pad_token(tokenizer, num_rows=num_rows),
+        dataset=dataset,
+        train_rows=train_rows,
+        eval_rows=eval_rows,
+        steps=plan_steps(recipe.training, num_rows=len(train_rows)),
+        held_out=HeldOut.of(recipe.evaluation, dataset.references),
+        is_packed=recipe.data.packing,
+    )
+
+
+def plan_rows(store: SampleStore, data: DataSection, *, seed: int) -> PackPlan:
+    """Packs the samples of a store, or gives each a row of its own."""
+    if data.packing:
+        return pack(store.lengths, max_length=data.max_length, seed=seed)
+    return one_sample_a_row(store.lengths, max_length=data.max_length)
+
+
+def _require_positions(data: DataSection, plan: ModelPlan) -> None:
+    limit = getattr(plan.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and data.max_length > limit:
+        raise RecipeError(
+            f"data.max_length is {data.max_length}, but the model has positions up to {limit} only",
+            place="data.max_length",
+            remedy=f"Set data.max_length to at most {limit}.",
+        )
+
+
+def _require_room(recipe: Recipe, table: TrainableTable) -> None:
+    """Checkpoints that exist at once (one more than are kept, while an old one goes) and the result."""
+    needed = (recipe.output.keep_checkpoints + 1) * table.checkpoint_bytes + table.trainable_bytes
+    require_disk_space(Path(recipe.output.dir), needed_bytes=needed, purpose="checkpoints and the result")
+
+
+def _require_tokens_in_vocabulary(store: SampleStore, num_rows: int) -> None:
+    largest = int(store.input_ids.max())
+    if largest >= num_rows:
+        raise RecipeError(
+            f"the tokenizer gives the id {largest}, but the model's embedding has {num_rows} rows",
+            place="model.path",
+            remedy="Use the tokenizer that belongs to the model.",
+        )

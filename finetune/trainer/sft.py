@@ -1,0 +1,225 @@
+"""Supervised fine-tuning: a thin subclass of TRL's trainer.
+
+What it changes: rows come packed from our own data layer; the loss is normalised over all supervised tokens of a step;
+evaluation uses the same sum and divisor; real tokens are counted; a loss that is not finite stops the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from finetune.data.collate import RowCollator
+from finetune.data.rows import RowDataset
+from finetune.errors import GateStopped
+from finetune.trainer.meter import Meter, MicroBatchRecord
+
+METER_FILE = "meter.json"
+HOST_KEYS = ("num_real_tokens", "num_supervised_tokens", "rows")
+MODEL_KEYS = ("input_ids", "labels", "position_ids")
+
+
+class SftTrainer(SFTTrainer):
+    """Trains on rows of `RowDataset`.
+
+    Args:
+        model: base model or PEFT model, on its device.
+        args: TRL's config, made by `trainer/build.py`.
+        rows: what to train and what to evaluate on.
+        failure_dir: where the batch of a loss that is not finite is saved.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel | nn.Module,
+        args: SFTConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: tuple[RowDataset, RowDataset | None],
+        collator: RowCollator,
+        failure_dir: Path,
+        callbacks: list[TrainerCallback],
+    ) -> None:
+        adapters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+        # TRL insists on a `datasets.Dataset` and looks at its first record only; the rows replace it below.
+        first = {key: np.asarray(rows[0][0][key]).tolist() for key in ("input_ids", "labels")}
+        super().__init__(
+            model=model,  # pyright: ignore[reportArgumentType] - a PeftModel is not a PreTrainedModel to the checker
+            args=args,
+            data_collator=collator,  # pyright: ignore[reportArgumentType] - our rows are typed dicts
+            train_dataset=datasets.Dataset.from_list([first]),
+            processing_class=tokenizer,
+            callbacks=callbacks,
+        )
+        self.train_dataset: Dataset = rows[0]
+        self.eval_dataset: Dataset | None = rows[1]
+        # TRL turns adapters over a quantized base to bf16, where small updates round away; keep their fp32 values.
+        for name, parameter in self.trained.named_parameters():
+            if name in adapters and parameter.dtype != adapters[name].dtype:
+                parameter.data = adapters[name]
+        self.meter = Meter()
+        self.failure_dir = failure_dir
+        self._aux_losses: list[torch.Tensor] = []
+        self._evaluated: dict[str, float] = {}
+        self._evaluated_step = -1
+
+    @property
+    def trained(self) -> nn.Module:
+        """The model; transformers declares its own attribute as one that may be missing."""
+        assert self.model is not None
+        return self.model
+
+    # --- one step
+
+    def training_step(  # pyright: ignore[reportIncompatibleMethodOverride] - TRL declares it as (*args, **kwargs)
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Forward and backward of one micro-batch; returns its share of the step's loss."""
+        self.meter.start_micro_batch()
+        host = {key: inputs.pop(key) for key in HOST_KEYS}
+        input_ids = inputs["input_ids"]
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        record = MicroBatchRecord(host["rows"], input_ids, loss)
+        self.meter.count(record, num_real_tokens=host["num_real_tokens"])
+        return loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Cross entropy summed over the micro-batch, over the supervised tokens of the whole step.
+
+        For an MoE the load-balancing loss times its coefficient is added, averaged over the step's micro-batches.
+        """
+        if return_outputs:
+            raise NotImplementedError("the fused LM head builds no logits; evaluate() needs none")
+        if num_items_in_batch is None:
+            raise RuntimeError("the trainer did not count the step's supervised tokens")
+        loss_sum, aux_loss = self._loss_sum(model, inputs)
+        loss = loss_sum / torch.as_tensor(num_items_in_batch, device=loss_sum.device).clamp(min=1)
+        if aux_loss is not None:
+            self._aux_losses.append(aux_loss.detach())
+            loss = loss + self.router_aux_loss_coef * aux_loss / self.current_gradient_accumulation_steps
+        return loss
+
+    def _loss_sum(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Summed cross entropy of a batch, and the load-balancing loss of an MoE."""
+        arguments = {key: inputs[key] for key in MODEL_KEYS}
+        if self.aux_loss_enabled:
+            arguments["output_router_logits"] = True
+        outputs = model(**arguments, fused_lm_head=True, use_cache=False)
+        return -outputs.log_probs.sum(), outputs.aux_loss if self.aux_loss_enabled else None
+
+    # --- evaluation
+
+    def evaluate(  # pyright: ignore[reportIncompatibleMethodOverride] - our rows are the only evaluation set
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+        *,
+        scores: dict[str, float] | None = None,
+    ) -> dict[str, float]:
+        """Mean loss over all supervised tokens of the held-out rows, whatever the batch size.
+
+        The loss of a step is computed once, however often it is asked for. `scores` are logged beside it.
+        """
+        step = self.state.global_step
+        if self._evaluated_step != step:
+            self._evaluated, self._evaluated_step = self._held_out_loss(), step
+        metrics = {f"{metric_key_prefix}_{key}": value for key, value in (self._evaluated | (scores or {})).items()}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    @torch.no_grad()
+    def _held_out_loss(self) -> dict[str, float]:
+        started = time.perf_counter()
+        was_training = self.trained.training
+        self.trained.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        num_tokens = 0
+        with self.accelerator.autocast():
+            for inputs in self.get_eval_dataloader():
+                num_tokens += inputs["num_supervised_tokens"]
+                loss_sum, _ = self._loss_sum(self.trained, self._prepare_inputs(inputs))
+                total += loss_sum
+        self.trained.train(was_training)
+        seconds = time.perf_counter() - started
+        return {"loss": total.item() / max(1, num_tokens), "tokens": num_tokens, "seconds": seconds}
+
+    # --- metrics and checkpoints
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds our figures to a training record and stops the run when its loss is not finite."""
+        if "loss" in logs:
+            self._stop_unless_finite(logs)
+            logs = logs | self._training_figures()
+        Trainer.log(self, logs, start_time)
+
+    def _training_figures(self) -> dict[str, float]:
+        steps = self.args.logging_steps
+        seconds, tokens = self.meter.close_window()
+        on_cuda = self.args.device.type == "cuda"
+        figures: dict[str, float] = {
+            "real_tokens": self.meter.real_tokens,
+            "slots": self.meter.slots,
+            "real_tokens_per_second": tokens / seconds if seconds else 0.0,
+            "step_seconds": seconds / steps,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_cuda else 0,
+            "elapsed_seconds": self.meter.elapsed_seconds,
+        }
+        if self._aux_losses:
+            figures["aux_loss"] = torch.stack(self._aux_losses).mean().item()
+            self._aux_losses = []
+        return figures
+
+    def _stop_unless_finite(self, logs: dict[str, float]) -> None:
+        grad_norm = logs.get("grad_norm", 0.0)
+        if math.isfinite(logs["loss"]) and math.isfinite(grad_norm):
+            return
+        record = self.meter.first_not_finite()
+        what = "the loss" if record is not None else "the gradient"
+        record = record or self.meter.pending[-1]
+        path = save_failed_batch(record, self.failure_dir, step=self.state.global_step)
+        raise GateStopped(
+            f"{what} is not finite at step {self.state.global_step} (loss {logs['loss']}, gradient norm {grad_norm}); "
+            f"the batch (rows {record.rows}) was saved",
+            place=str(path),
+            remedy="Lower training.learning_rate, look at these rows, or use model.dtype=bf16 in place of fp16. "
+            "No adapter was written.",
+        )
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Writes the checkpoint with our counts beside it; TRL's own adds a model card, which a run folder is not."""
+        Trainer._save_checkpoint(self, model, trial)
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        (folder / METER_FILE).write_text(json.dumps(self.meter.state_dict()), encoding="utf-8")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        state = (Path(resume_from_checkpoint) / METER_FILE).read_text(encoding="utf-8")
+        self.meter.load_state_dict(json.loads(state))
+
+
+def save_failed_batch(record: MicroBatchRecord, folder: Path, *, step: int) -> Path:
+    """Saves the tokens of a micro-batch as `failed_batch_step_<n>.npz` (`rows` [R], `input_ids` [R, L])."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"failed_batch_step_{step}.npz"
+    np.savez_compressed(path, rows=np.array(record.rows), input_ids=record.input_ids.cpu().numpy())
+    return path

@@ -1,0 +1,165 @@
+"""What a run leaves behind and says: the plan before, the result, the report, the closing lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from finetune.console import Console
+from finetune.recipe.schema import Recipe
+from finetune.run.atomic import write_json, write_text
+from finetune.run.folder import RunFolder, Status
+from finetune.run.html import render_html
+from finetune.run.metrics import read_metrics
+from finetune.run.plots import write_curves_png
+from finetune.run.report import ReportInputs, build_report
+from finetune.trainer.checks import Check
+from finetune.trainer.evaluation import Measurement
+from finetune.trainer.prepare import Prepared
+
+
+@dataclass
+class Ending:
+    """What is known of a run when it ends, however it ends."""
+
+    status: Status = "failed"
+    message: str = ""
+    before: Measurement | None = None
+    after: Measurement | None = None
+    checks: list[Check] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    artifacts: list[dict[str, object]] = field(default_factory=list)
+
+
+def show_plan(console: Console, prepared: Prepared) -> None:
+    """Prints what is about to be trained, on what, for how long."""
+    model, train, steps, table = prepared.model, prepared.train_rows.plan, prepared.steps, prepared.table
+    console.line(
+        f"model   {type(model.skeleton).__name__}, {_count(table.num_total)} weights, "
+        f"{str(model.dtype).removeprefix('torch.')}, quantization {model.section.quantization}, "
+        f"attention {model.attention}, on {model.device}"
+    )
+    for line in prepared.dataset.ledger.summary_lines():
+        console.line(f"data    {line}")
+    console.line(
+        f"rows    {len(train):,} of {train.max_length:,} tokens: {train.num_tokens:,} real, {train.fill:.2%} filled, "
+        f"{train.num_pad_tokens:,} padding"
+        if prepared.is_packed
+        else f"rows    {len(train):,}, one sample each: {train.num_tokens:,} real tokens"
+    )
+    console.line(
+        f"steps   {steps.total_steps:,} of {steps.rows_per_step} rows ({steps.micro_batches_per_step} micro-batches of "
+        f"{steps.rows_per_micro_batch}), {steps.warmup_steps} of them warm-up"
+    )
+    console.line(
+        f"trained {table.num_trainable:,} of {table.num_total:,} weights ({table.share:.3%}), "
+        f"{table.checkpoint_bytes / 2**20:,.1f} MiB a checkpoint"
+    )
+    console.table(
+        "",
+        ("what is trained", "tensors", "weights", "dtype"),
+        [(group.name, group.num_tensors, group.num_parameters, group.dtype) for group in table.groups],
+    )
+
+
+def save_result(run: RunFolder, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, object]]:
+    """Saves the adapter as a plain PEFT folder, or the whole model, with the tokenizer; returns what was written."""
+    if isinstance(model, PeftModel):
+        folder, name = run.adapter_dir, "adapter"
+        # "auto" would look at the hub for the base's vocabulary; embeddings are not trained here.
+        model.save_pretrained(str(folder), save_embedding_layers=False)
+    else:
+        folder, name = run.model_dir, "model"
+        model.save_pretrained(folder)  # pyright: ignore[reportCallIssue] - a PreTrainedModel
+    tokenizer.save_pretrained(folder)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return [{"name": name, "path": str(folder), "bytes": size}]
+
+
+def write_report(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -> dict[str, Any]:
+    """Writes report.json, report.html and curves.png from what is known now; returns the report."""
+    metrics = read_metrics(run.metrics_path) if run.metrics_path.exists() else []
+    eval_ledger = prepared.dataset.eval_ledger
+    report = build_report(
+        ReportInputs(
+            status=ending.status,
+            message=ending.message,
+            recipe=recipe.model_dump(mode="json"),
+            plan=prepared.plan_dict(),
+            trained=prepared.trained_dict(),
+            ledgers={
+                "train": prepared.dataset.ledger.as_dict(),
+                **({"eval": eval_ledger.as_dict()} if eval_ledger is not None else {}),
+            },
+            environment=_read_environment(run),
+            metrics=metrics,
+            samples=prepared.held_out.samples(ending.before, ending.after),
+            scores=prepared.held_out.score_table(ending.before, ending.after),
+            timings=ending.timings,
+            checkpoints=[{"path": str(path)} for path in run.scan_checkpoints().complete],
+            artifacts=ending.artifacts,
+            checks=[check.as_dict() for check in ending.checks],
+        )
+    )
+    write_json(run.report_json, report)
+    write_text(run.report_html, render_html(report, metrics))
+    if metrics:
+        write_curves_png(metrics, run.curves_png)
+    return report
+
+
+def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> None:
+    """Prints scores and samples before and after, where things are and what to type next."""
+    summary = report["summary"]
+    if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
+        console.line(f"held-out loss {summary['eval_loss_before']:.4f} -> {summary['eval_loss_after']:.4f}")
+    for name, score in report["scores"].items():
+        before = "not measured" if score["before"] is None else f"{score['before']:.1%}"
+        console.line(f"{name} on {score['rows']} held-out samples: {before} -> {score['after']:.1%}", style="bold")
+    for sample in report["samples"]:
+        console.line()
+        console.line(f"prompt    {_one_line(sample['prompt'])}")
+        if sample["before"] is not None:
+            console.line(f"before    {_one_line(sample['before'])}")
+        console.line(f"after     {_one_line(sample['after'])}")
+        console.line(f"reference {_one_line(sample['reference'])}")
+    console.line()
+    for artifact in report["artifacts"]:
+        console.line(f"{artifact['name']:<10}{_shown(Path(artifact['path']))} ({artifact['bytes'] / 2**20:.1f} MiB)")
+    console.line(f"report    {_shown(run.report_html)}")
+    console.line(f"metrics   {_shown(run.metrics_path)}")
+    console.line("next      open the report, or train on your own file:")
+    console.line(
+        f"          finetune train {_shown(run.recipe_path)} data.train.0.path=FILE.jsonl output.dir=NEW_FOLDER"
+    )
+
+
+def _read_environment(run: RunFolder) -> dict[str, Any]:
+    return yaml.safe_load(run.environment_path.read_text(encoding="utf-8"))
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)
+
+
+def _one_line(text: str | None, *, limit: int = 160) -> str:
+    flat = " ".join((text or "").split())
+    return flat if len(flat) <= limit else flat[: limit - 3] + "..."
+
+
+def _shown(path: Path) -> str:
+    """A path as the user would type it: relative where it lies below the current folder."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

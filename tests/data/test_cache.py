@@ -1,0 +1,205 @@
+"""The token cache hits when the content is the same, misses with the reason when anything changed, and heals."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finetune.data import cache
+from finetune.data.build import Dataset, build_dataset
+from finetune.data.cache import cache_folder, tokenizer_digest
+from finetune.data.store import SampleStore
+from finetune.recipe.schema import DataSection
+
+RECORDS = [{"instruction": f"q{index}", "output": f"a{index}"} for index in range(4)]
+
+
+@pytest.fixture
+def path(write_jsonl: Callable) -> Path:
+    return write_jsonl(RECORDS)
+
+
+def build(tokenizer: Any, path: Path, *, max_rows: int | None = None, **settings: Any) -> tuple[Dataset, str]:
+    """Returns the data set and what was said of the cache."""
+    source = {"path": str(path), "max_rows": max_rows}
+    data = DataSection.model_validate({"train": [source], **settings})
+    said: list[str] = []
+    dataset = build_dataset(data, tokenizer=tokenizer, seed=7, say=said.append)
+    return dataset, "\n".join(line for line in said if line.startswith("Token cache"))
+
+
+def assert_same(left: Dataset, right: Dataset) -> None:
+    for name in ("input_ids", "labels", "offsets", "origins"):
+        assert np.array_equal(getattr(left.train, name), getattr(right.train, name)), name
+
+
+def test_second_build_hits(chatml: Any, path: Path) -> None:
+    first, said = build(chatml, path)
+    assert "miss (the cache is empty)" in said
+    second, said = build(chatml, path)
+    assert "hit" in said
+    assert_same(first, second)
+    assert first.ledger == second.ledger
+    assert isinstance(second.train.input_ids, np.memmap)
+
+
+def test_copied_folder_with_new_times_hits_under_its_own_name(chatml: Any, path: Path, tmp_path: Path) -> None:
+    build(chatml, path, max_length=64, over_length="drop")
+    copy = tmp_path / "copy" / "other-name.jsonl"
+    copy.parent.mkdir()
+    shutil.copyfile(path, copy)
+    os.utime(copy, (1, 1))
+    dataset, said = build(chatml, copy, max_length=64, over_length="drop")
+    assert "hit" in said
+    assert dataset.train.origin(0).path == str(copy)
+    assert dataset.ledger.sources[0].path == str(copy)
+
+
+def test_tokenizer_that_was_used_or_made_again_hits(make_tokenizer: Callable, path: Path) -> None:
+    tokenizer = make_tokenizer()
+    build(tokenizer, path)
+    tokenizer(["a", "longer text"], padding=True, truncation=True, max_length=4)
+    assert "hit" in build(tokenizer, path)[1]
+    assert "hit" in build(make_tokenizer(), path)[1]
+
+
+def test_byte_changed_with_same_time_and_size_misses(chatml: Any, path: Path) -> None:
+    build(chatml, path)
+    before = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"a3", b"b3"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    dataset, said = build(chatml, path)
+    assert "miss (changed: files)" in said
+    assert "b3<|im_end|>" in chatml.decode(dataset.train[3].input_ids)
+
+
+@pytest.mark.parametrize(
+    ("reason", "settings"),
+    [
+        ("max_length", {"max_length": 1024}),
+        ("over_length", {"over_length": "drop"}),
+        ("loss_on", {"loss_on": "all"}),
+        ("max_rows", {"max_rows": 2}),
+    ],
+)
+def test_changed_setting_misses(chatml: Any, path: Path, reason: str, settings: dict[str, Any]) -> None:
+    build(chatml, path)
+    assert f"miss (changed: {reason})" in build(chatml, path, **settings)[1]
+
+
+def test_settings_that_change_no_token_hit(chatml: Any, path: Path) -> None:
+    build(chatml, path)
+    assert "hit" in build(chatml, path, packing=False, eval={"fraction": 0.5})[1]
+
+
+def test_changed_template_misses(make_tokenizer: Callable, chatml: Any, path: Path) -> None:
+    build(chatml, path)
+    other = make_tokenizer(chat_template=chatml.chat_template.replace("assistant", "assistant "))
+    assert "miss (changed: chat_template)" in build(other, path)[1]
+
+
+def test_added_token_misses(make_tokenizer: Callable, chatml: Any, path: Path) -> None:
+    build(chatml, path)
+    assert "miss (changed: tokenizer)" in build(make_tokenizer(extra_special="<|new|>"), path)[1]
+
+
+def test_other_bos_behaviour_or_eos_is_another_tokenizer(make_tokenizer: Callable) -> None:
+    other_eos = make_tokenizer()
+    other_eos.eos_token = "<|pad|>"
+    digests = [tokenizer_digest(each) for each in (make_tokenizer(), make_tokenizer(adds_bos=True), other_eos)]
+    assert len(set(digests)) == 3
+
+
+def test_our_code_version_misses(chatml: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(chatml, path)
+    monkeypatch.setattr("finetune.data.build.DATA_VERSION", cache.DATA_VERSION + 1)
+    assert "miss (changed: data_version)" in build(chatml, path)[1]
+
+
+def test_template_that_prints_the_day_misses_on_another(
+    make_tokenizer: Callable, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make_tokenizer(chat_template="{{ strftime_now('%Y') }}" + make_tokenizer().chat_template)
+    build(tokenizer, path)
+    assert "hit" in build(tokenizer, path)[1]
+
+    class Tomorrow:
+        @staticmethod
+        def today() -> Any:
+            from datetime import date, timedelta
+
+            return date.today() + timedelta(days=1)
+
+    monkeypatch.setattr("finetune.data.build.date", Tomorrow)
+    assert "miss (changed: date)" in build(tokenizer, path)[1]
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+@pytest.mark.parametrize(
+    "name", ["input_ids.npy", "labels.npy", "offsets.npy", "origins.npy", "store.json", "ledger.json"]
+)
+@pytest.mark.parametrize("damage", [cut, Path.unlink, lambda file: file.write_bytes(b"")], ids=["cut", "gone", "empty"])
+def test_damaged_entry_is_built_again(chatml: Any, path: Path, name: str, damage: Callable[[Path], Any]) -> None:
+    first, _ = build(chatml, path)
+    (entry,) = cache_folder().iterdir()
+    damage(entry / name)
+    second, said = build(chatml, path)
+    assert "damaged" in said
+    assert str(entry) in said
+    assert_same(first, second)
+    assert "hit" in build(chatml, path)[1]
+    assert list(cache_folder().iterdir()) == [entry]
+
+
+def test_cache_off_leaves_nothing(chatml: Any, path: Path) -> None:
+    _, said = build(chatml, path, cache=False)
+    assert said == ""
+    assert not cache_folder().exists()
+
+
+def test_failed_build_leaves_nothing(chatml: Any, write_jsonl: Callable) -> None:
+    path = write_jsonl([*RECORDS, {"instruction": "q"}])
+    with pytest.raises(Exception, match="no key 'output'"):
+        build(chatml, path)
+    assert not cache_folder().exists()
+
+
+def test_cache_that_cannot_be_written_is_said(chatml: Any, path: Path, cache_home: Path) -> None:
+    (cache_home / "finetune").write_text("a file where the folder should be", encoding="utf-8")
+    dataset, said = build(chatml, path)
+    assert len(dataset.train) == 4
+    assert "cannot be written" in said
+
+
+def test_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "finetune" / "tokens"
+
+
+def test_a_million_samples_open_at_once(tmp_path: Path) -> None:
+    num_samples, length = 1_000_000, 4
+    store = SampleStore(
+        input_ids=np.zeros(num_samples * length, dtype=np.int32),
+        labels=np.zeros(num_samples * length, dtype=np.int32),
+        offsets=np.arange(0, num_samples * length + 1, length, dtype=np.int64),
+        origins=np.zeros((num_samples, 2), dtype=np.int64),
+        paths=("a.jsonl",),
+    )
+    store.save(tmp_path)
+    start = time.perf_counter()
+    loaded = SampleStore.load(tmp_path)
+    assert len(loaded[num_samples - 1]) == length
+    assert loaded.num_supervised_tokens == num_samples * length
+    assert time.perf_counter() - start < 0.5

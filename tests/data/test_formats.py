@@ -1,0 +1,185 @@
+"""Each format is recognised and converted; each malformed record is an error that names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune.data.formats import Format, convert, recognise
+from finetune.data.types import Conversation, Message, Origin
+from finetune.errors import DataError
+
+ORIGIN = Origin("data.jsonl", 7)
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
+
+
+def convert_auto(record: Any) -> Conversation:
+    return convert(record, format=recognise(record, ORIGIN), origin=ORIGIN)
+
+
+def failure(record: Any, format: Format | None = None) -> DataError:
+    with pytest.raises(DataError) as caught:
+        convert(record, format=format or recognise(record, ORIGIN), origin=ORIGIN)
+    assert caught.value.place == "data.jsonl:7"
+    assert caught.value.remedy
+    return caught.value
+
+
+def test_alpaca_with_everything() -> None:
+    record = {
+        "instruction": "Add",
+        "input": "1 2",
+        "output": "3",
+        "system": "Be brief",
+        "history": [["Q", "A"]],
+        "id": 5,
+    }
+    assert convert_auto(record).messages == (
+        Message("system", "Be brief"),
+        Message("user", "Q"),
+        Message("assistant", "A"),
+        Message("user", "Add\n\n1 2"),
+        Message("assistant", "3"),
+    )
+
+
+@pytest.mark.parametrize("empty", [{}, {"input": ""}, {"input": None, "system": None, "history": []}])
+def test_alpaca_without_input(empty: dict[str, Any]) -> None:
+    record = {"instruction": "Add", "output": "3", **empty}
+    assert convert_auto(record).messages == (Message("user", "Add"), Message("assistant", "3"))
+
+
+def test_sharegpt() -> None:
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    expected = (Message("user", "Hi"), Message("assistant", "Hello"))
+    assert convert_auto({"conversations": turns}).messages == expected
+    assert convert_auto({"messages": turns}).messages == expected
+    with_system = convert_auto({"conversations": turns, "system": "S"})
+    assert with_system.messages == (Message("system", "S"), *expected)
+
+
+def test_messages_with_parts_tools_and_extra() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    calls = [{"function": {"name": "f", "arguments": {"a": 1}}}]
+    record = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "content": "1", "tool_call_id": "x"},
+            {"role": "assistant", "content": "done", "reasoning_content": "hm", "name": None},
+        ],
+        "tools": tools,
+    }
+    conversation = convert_auto(record)
+    assert conversation.tools == tuple(tools)
+    assert conversation.messages == (
+        Message("user", "ab"),
+        Message("assistant", "", {"tool_calls": calls}),
+        Message("tool", "1", {"tool_call_id": "x"}),
+        Message("assistant", "done", {"reasoning_content": "hm"}),
+    )
+
+
+def test_messages_under_the_key_conversations() -> None:
+    assert recognise({"conversations": [USER, ANSWER]}, ORIGIN) == "messages"
+    assert len(convert_auto({"conversations": [USER, ANSWER]}).messages) == 2
+
+
+def test_prompt_completion_of_strings_and_of_messages() -> None:
+    plain = convert_auto({"prompt": "2+2=", "completion": "4"})
+    assert (plain.kind, plain.text, plain.completion) == ("completion", "2+2=", "4")
+    chat = convert_auto({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]})
+    assert (chat.kind, len(chat.messages), chat.num_prompt_messages) == ("chat", 4, 3)
+
+
+def test_text() -> None:
+    assert convert_auto("a document") == Conversation("text", ORIGIN, text="a document")
+    assert convert_auto({"text": "a document", "label": 1}).text == "a document"
+
+
+def test_unknown_shape_lists_keys_and_shapes() -> None:
+    error = failure({"question": "a", "answer": "b"})
+    assert "question, answer" in error.message
+    for name in ("alpaca", "sharegpt", "messages", "prompt_completion", "text"):
+        assert name in error.remedy
+
+
+def test_ambiguous_shape_asks_for_the_format() -> None:
+    record = {"text": "a", "prompt": "b", "completion": "c"}
+    error = failure(record)
+    assert "prompt_completion, text" in error.message
+    assert "`format`" in error.remedy
+    assert convert(record, format="text", origin=ORIGIN).text == "a"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"conversations": [{"from": "human", "value": "x"}], "chosen": {}, "rejected": {}},
+        {"prompt": "a", "completion": "b", "label": False},
+        {"messages": [USER, ANSWER], "label": True},
+    ],
+)
+def test_preference_data_is_refused(record: dict[str, Any]) -> None:
+    """Its rejected answers would be learned as right ones."""
+    assert "preference data" in failure(record).message
+
+
+MALFORMED: list[tuple[str, Format, dict[str, Any], str]] = [
+    ("alpaca-no-output", "alpaca", {"instruction": "a"}, "no key 'output'"),
+    ("alpaca-empty-output", "alpaca", {"instruction": "a", "output": " \n"}, "output is empty"),
+    ("alpaca-number", "alpaca", {"instruction": "a", "output": 3}, "output must be a string, found int: 3"),
+    ("alpaca-history", "alpaca", {"instruction": "a", "output": "b", "history": [["q"]]}, "history[0]"),
+    ("sharegpt-role", "sharegpt", {"conversations": [{"from": "bot", "value": "x"}]}, "unknown role 'bot'"),
+    ("sharegpt-no-value", "sharegpt", {"conversations": [{"from": "gpt"}]}, "conversations[0] has no key 'value'"),
+    ("sharegpt-turn", "sharegpt", {"conversations": ["x"]}, "conversations[0] must be an object"),
+    (
+        "sharegpt-empty",
+        "sharegpt",
+        {"conversations": [{"from": "gpt", "value": ""}]},
+        "conversations[0].value is empty",
+    ),
+    ("messages-empty-list", "messages", {"messages": []}, "messages is an empty list"),
+    ("messages-no-list", "messages", {"messages": "x"}, "messages must be a list, found str"),
+    ("messages-role", "messages", {"messages": [{"role": "human", "content": "x"}]}, "unknown role 'human'"),
+    ("messages-null", "messages", {"messages": [{"role": "user", "content": None}]}, "found NoneType"),
+    (
+        "messages-empty-answer",
+        "messages",
+        {"messages": [USER, {**ANSWER, "content": ""}]},
+        "messages[1].content is empty",
+    ),
+    ("messages-no-answer", "messages", {"messages": [USER]}, "no assistant turn"),
+    ("messages-late-system", "messages", {"messages": [USER, {"role": "system", "content": "s"}, ANSWER]}, "first"),
+    (
+        "messages-tool",
+        "messages",
+        {"messages": [USER, {"role": "tool", "content": "1"}, ANSWER]},
+        "follows no tool call",
+    ),
+    ("messages-weight", "messages", {"messages": [USER, {**ANSWER, "weight": 0}]}, "messages[1].weight"),
+    (
+        "messages-image",
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "part of type text",
+    ),
+    ("messages-tools", "messages", {"messages": [USER, ANSWER], "tools": ["f"]}, "tools[0] must be an object"),
+    ("completion-mixed", "prompt_completion", {"prompt": "a", "completion": [ANSWER]}, "found str and list"),
+    ("completion-empty", "prompt_completion", {"prompt": "a", "completion": ""}, "completion is empty"),
+    ("completion-no-answer", "prompt_completion", {"prompt": [USER], "completion": [USER]}, "no assistant turn"),
+    ("text-empty", "text", {"text": "  "}, "text is empty"),
+    ("text-surrogate", "text", {"text": "a\ud83d"}, "half of a surrogate pair at character 1"),
+]
+
+
+@pytest.mark.parametrize(("format", "record", "words"), [case[1:] for case in MALFORMED], ids=[c[0] for c in MALFORMED])
+def test_malformed_record(format: Format, record: dict[str, Any], words: str) -> None:
+    assert words in failure(record, format).message
+
+
+def test_unknown_role_lists_the_known() -> None:
+    assert "system, developer, user, assistant, tool" in failure({"messages": [{"role": "x", "content": ""}]}).remedy

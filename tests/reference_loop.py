@@ -1,0 +1,64 @@
+"""A plain training loop without TRL, PEFT's trainer or transformers' trainer: the reference for losses and gradients.
+
+It builds full logits, loops over micro-batches, divides by the supervised tokens of the window, clips, steps AdamW.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Trace:
+    """What each step saw: its loss and the gradient's norm before clipping."""
+
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def cosine_with_warmup(step: int, *, total: int, warmup: int) -> float:
+    """The factor of the learning rate at a step, from 0."""
+    if step < warmup:
+        return step / max(1, warmup)
+    progress = (step - warmup) / max(1, total - warmup)
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+def train_plainly(
+    model: nn.Module,
+    windows: Sequence[Sequence[dict]],
+    *,
+    learning_rate: float,
+    total_steps: int,
+    warmup: int = 0,
+    max_grad_norm: float = 1.0,
+) -> Trace:
+    """Trains on windows of micro-batches (`input_ids`, `labels`, `position_ids`, each `[R, L]`)."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
+    trace = Trace([], [])
+    model.train()
+    for step, window in enumerate(windows[:total_steps]):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * cosine_with_warmup(step, total=total_steps, warmup=warmup)
+        num_supervised = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
+        step_loss = 0.0
+        for batch in window:
+            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+            loss = nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten(), reduction="sum"
+            )
+            loss = loss / num_supervised
+            loss.backward()
+            step_loss += loss.item()
+        norm = nn.utils.clip_grad_norm_(trained, max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.losses.append(step_loss)
+        trace.grad_norms.append(float(norm))
+    return trace

@@ -1,0 +1,121 @@
+"""Only a checkpoint whose marker fits its files is resumed from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetune.run.checkpoints import MARKER, keep_newest, mark_complete, remove_checkpoint, scan_checkpoints
+
+
+def make(folder: Path, step: int, *, complete: bool = True) -> Path:
+    path = folder / f"checkpoint-{step}"
+    (path / "nested").mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"w" * 1000)
+    (path / "nested" / "optimizer.pt").write_bytes(b"o" * 500)
+    if complete:
+        mark_complete(path)
+    return path
+
+
+def test_newest_step_wins_by_number_not_by_name(tmp_path: Path) -> None:
+    for step in (9, 100, 20):
+        make(tmp_path, step)
+    (tmp_path / "checkpoint-old").mkdir()
+    assert [path.name for path in scan_checkpoints(tmp_path).complete] == [
+        "checkpoint-9",
+        "checkpoint-20",
+        "checkpoint-100",
+    ]
+
+
+def test_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
+    assert scan_checkpoints(tmp_path / "none").latest is None
+
+
+def test_marker_lists_every_file_with_its_size(tmp_path: Path) -> None:
+    marker = json.loads((make(tmp_path, 3) / MARKER).read_text())
+    assert marker["files"] == {"model.safetensors": 1000, "nested/optimizer.pt": 500}
+    assert marker["step"] == 3
+
+
+def _no_marker(path: Path) -> None:
+    (path / MARKER).unlink()
+
+
+def _cut_file(path: Path) -> None:
+    (path / "nested" / "optimizer.pt").write_bytes(b"o" * 499)
+
+
+def _lost_file(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+def _cut_marker(path: Path) -> None:
+    (path / MARKER).write_text((path / MARKER).read_text()[:-5])
+
+
+def _foreign_marker(path: Path) -> None:
+    (path / MARKER).write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (_no_marker, "did not end"),
+        (_cut_file, "499"),
+        (_lost_file, "model.safetensors is missing"),
+        (_cut_marker, "damaged"),
+        (_foreign_marker, "damaged"),
+    ],
+)
+def test_damaged_checkpoint_is_passed_over_and_reported(tmp_path: Path, damage, word: str) -> None:
+    good, bad = make(tmp_path, 1), make(tmp_path, 2)
+    damage(bad)
+    scan = scan_checkpoints(tmp_path)
+    assert scan.latest == good
+    assert [item.path for item in scan.incomplete] == [bad] and word in scan.incomplete[0].reason
+
+
+def test_kill_in_the_middle_of_writing_is_passed_over(tmp_path: Path) -> None:
+    good = make(tmp_path, 10)
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from finetune.run.checkpoints import mark_complete\n"
+        "path = Path(sys.argv[1]); path.mkdir()\n"
+        "stream = (path / 'model.safetensors').open('wb', buffering=0); stream.write(b'w' * 4096)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+        "stream.write(b'w' * 4096); mark_complete(path)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "checkpoint-20")], timeout=60)
+    assert killed.returncode == -9 and (tmp_path / "checkpoint-20" / "model.safetensors").exists()
+    scan = scan_checkpoints(tmp_path)
+    assert scan.latest == good and len(scan.incomplete) == 1
+
+
+def test_removal_takes_the_marker_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill between the marker and the files must leave an incomplete checkpoint."""
+    path = make(tmp_path, 1)
+
+    def stop(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("finetune.run.checkpoints.shutil.rmtree", stop)
+    with pytest.raises(KeyboardInterrupt):
+        remove_checkpoint(path)
+    assert scan_checkpoints(tmp_path).latest is None and path.exists()
+
+
+def test_keep_newest_counts_complete_ones_and_clears_older_leftovers(tmp_path: Path) -> None:
+    for step in (1, 2, 4):
+        make(tmp_path, step)
+    leftover, being_written = make(tmp_path, 3, complete=False), make(tmp_path, 5, complete=False)
+    keep_newest(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-4", being_written.name}
+    assert not leftover.exists()
+    with pytest.raises(ValueError):
+        keep_newest(tmp_path, 0)

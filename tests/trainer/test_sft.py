@@ -1,0 +1,229 @@
+"""The trainer's numbers: equal to a plain loop, the same for every split of a step, unchanged by callbacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numerics import assert_bitwise_equal, assert_same_trajectory
+from reference_loop import train_plainly
+from runs import build, build_model, grad_norms, losses, windows
+from tiny import make_chat_file, make_model_folder, make_recipe
+
+from finetune.errors import GateStopped
+
+FULL = {"type": "none"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sft")
+    for kind in ("qwen3", "llama", "qwen3_moe", "gpt_oss"):
+        make_model_folder(root / kind, kind)
+    make_chat_file(root / "train.jsonl", rows=43)
+    make_chat_file(root / "eval.jsonl", rows=9, seed=5)
+    return root
+
+
+def recipe(folder: Path, out: Path, kind: str = "qwen3", **sections) -> dict:
+    made = make_recipe(folder / kind, folder / "train.jsonl", out, **sections)
+    made["data"]["max_length"] = 128
+    made["data"]["packing"] = sections.get("data", {}).get("packing", kind != "gpt_oss")
+    made["training"]["max_steps"] = sections.get("training", {}).get("max_steps", 4)
+    return made
+
+
+@pytest.mark.parametrize("adapter", [{"type": "lora", "rank": 4, "alpha": 8}, FULL], ids=["lora", "full"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe", "gpt_oss"])
+def test_equals_a_plain_loop(folder: Path, tmp_path: Path, kind: str, adapter: dict) -> None:
+    training = {"router_aux_loss": 0.0, "warmup_fraction": 0.25, "learning_rate": 5e-3}
+    made = recipe(folder, tmp_path / "run", kind, adapter=adapter, training=training)
+    _, _, reference = build_model(made)
+    trainer, prepared = build(made)
+    steps = windows(trainer)
+    trainer.train()
+    trace = train_plainly(reference, steps, learning_rate=5e-3, total_steps=4, warmup=prepared.steps.warmup_steps)
+    assert_same_trajectory(losses(trainer), trace.losses, relative=2e-5)
+    assert_same_trajectory(grad_norms(trainer), trace.grad_norms, relative=2e-4)
+    assert trace.losses[-1] < trace.losses[0]
+
+
+def test_micro_batches_do_not_change_the_step(folder: Path, tmp_path: Path) -> None:
+    """8 x 1, 4 x 2, 2 x 4 and 1 x 8, with rows of unequal length and a last window that is not full."""
+    runs = {}
+    for micro in (8, 4, 2, 1):
+        training = {"rows_per_step": 8, "rows_per_micro_batch": micro, "max_steps": 7, "max_grad_norm": 0.0}
+        made = recipe(folder, tmp_path / str(micro), data={"packing": False}, adapter=FULL, training=training)
+        made["training"]["learning_rate"] = 1e-3
+        trainer, prepared = build(made)
+        assert prepared.steps.num_rows % 8, "the last window must be a short one"
+        assert prepared.steps.steps_per_epoch < 7
+        trainer.train()
+        runs[micro] = (losses(trainer), grad_norms(trainer))
+    for micro in (4, 2, 1):
+        assert_same_trajectory(runs[micro][0], runs[8][0], relative=1e-5)
+        assert_same_trajectory(runs[micro][1], runs[8][1], relative=1e-4)
+
+
+def test_packed_loss_and_gradients_equal_unpacked(folder: Path, tmp_path: Path) -> None:
+    """All samples in one step: packing changes the rows, not the sum over supervised tokens."""
+    results = []
+    for packing in (True, False):
+        made = recipe(folder, tmp_path / str(packing), data={"packing": packing}, adapter=FULL)
+        made["training"] |= {"rows_per_step": 64, "rows_per_micro_batch": 1, "max_steps": 1, "max_grad_norm": 0.0}
+        trainer, _ = build(made)
+        trainer.train()
+        results.append((losses(trainer), grad_norms(trainer)))
+    assert_same_trajectory(results[0][0], results[1][0], relative=1e-5)
+    assert_same_trajectory(results[0][1], results[1][1], relative=1e-4)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
+def test_evaluation_loss_does_not_depend_on_the_batch(folder: Path, tmp_path: Path, packing: bool) -> None:
+    values = []
+    for micro in (1, 4):
+        made = recipe(folder, tmp_path / f"{micro}", data={"packing": packing})
+        made["data"]["eval"] = [{"path": str(folder / "eval.jsonl")}]
+        made["training"]["rows_per_micro_batch"] = micro
+        trainer, prepared = build(made)
+        metrics = trainer.evaluate()
+        assert prepared.dataset.eval is not None
+        assert metrics["eval_tokens"] == prepared.dataset.eval.num_supervised_tokens
+        values.append(metrics["eval_loss"])
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+def test_evaluation_is_training_loss_without_the_step(folder: Path, tmp_path: Path) -> None:
+    made = recipe(folder, tmp_path / "run", training={"rows_per_step": 64, "rows_per_micro_batch": 1})
+    made["data"]["eval"] = [{"path": str(folder / "train.jsonl")}]
+    made["training"]["max_steps"] = 1
+    trainer, _ = build(made)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert losses(trainer)[0] == pytest.approx(before, rel=1e-5)
+
+
+def test_the_auxiliary_loss_is_there_once(folder: Path, tmp_path: Path) -> None:
+    """Total minus cross entropy is coefficient times auxiliary loss."""
+    totals = {}
+    for coefficient in (0.0, 0.5):
+        training = {"router_aux_loss": coefficient, "rows_per_step": 2, "rows_per_micro_batch": 2, "max_steps": 1}
+        trainer, _ = build(recipe(folder, tmp_path / str(coefficient), "qwen3_moe", training=training))
+        trainer.train()
+        totals[coefficient] = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert "aux_loss" not in totals[0.0]
+    difference = totals[0.5]["loss"] - totals[0.0]["loss"]
+    assert difference == pytest.approx(0.5 * totals[0.5]["aux_loss"], rel=1e-4)
+
+
+def test_real_tokens_are_counted(folder: Path, tmp_path: Path) -> None:
+    trainer, prepared = build(recipe(folder, tmp_path / "run", training={"epochs": 1.0, "max_steps": None}))
+    trainer.train()
+    record = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+    assert record["real_tokens"] == prepared.dataset.train.num_tokens
+    assert record["slots"] == len(prepared.train_rows) * 128
+
+
+def test_planned_steps_are_the_executed_ones(folder: Path, tmp_path: Path) -> None:
+    made = recipe(folder, tmp_path / "run", data={"packing": False}, training={"epochs": 1.5})
+    made["training"]["max_steps"] = None
+    trainer, prepared = build(made)
+    trainer.train()
+    assert trainer.state.global_step == prepared.steps.total_steps == 17
+    assert len(losses(trainer)) == 17
+
+
+def test_adapters_over_a_quantized_base_stay_fp32(folder: Path, tmp_path: Path) -> None:
+    """TRL turns them to bf16, where updates below one part in 256 are lost."""
+    made = recipe(folder, tmp_path / "run", model={"quantization": "nf4"})
+    trainer, prepared = build(made)
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    assert {parameter.dtype for parameter in trained} == {torch.float32}
+    trainer.train()
+    assert losses(trainer)[-1] < losses(trainer)[0]
+    assert prepared.table.num_trainable == sum(parameter.numel() for parameter in trained)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(folder: Path, tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class Poison(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2:
+                next(p for p in model.parameters() if p.requires_grad).data[0] = float("nan")
+
+    trainer, _ = build(recipe(folder, tmp_path / "run"), callbacks=[Poison()])
+    with pytest.raises(GateStopped) as caught:
+        trainer.train()
+    assert trainer.state.global_step == 3
+    assert "step 3" in caught.value.message
+    saved = np.load(caught.value.place)
+    assert saved["input_ids"].shape[1] == 128
+    assert saved["rows"].tolist()
+
+
+def test_resumes_bit_equal(folder: Path, tmp_path: Path) -> None:
+    """With dropout, accumulation and a short last window, in the middle of an epoch and in a later one."""
+    training = {"rows_per_step": 6, "rows_per_micro_batch": 2, "max_steps": 12}
+    adapter = {"type": "lora", "rank": 4, "alpha": 8, "dropout": 0.1}
+
+    def make(out: Path) -> dict:
+        made = recipe(folder, out, data={"packing": False}, adapter=adapter, training=training)
+        made["output"]["save_every_steps"] = 5
+        return made
+
+    straight, _ = build(make(tmp_path / "straight"))
+    straight.train()
+    for step in (5, 10):
+        resumed, _ = build(make(tmp_path / f"resumed-{step}"))
+        resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoints" / f"checkpoint-{step}"))
+        assert losses(resumed)[-(12 - step) :] == losses(straight)[step:]
+        assert resumed.meter.real_tokens == straight.meter.real_tokens
+        assert_bitwise_equal(dict(resumed.model.state_dict()), dict(straight.model.state_dict()))
+
+
+def test_callbacks_change_no_number(folder: Path, tmp_path: Path) -> None:
+    import io
+
+    from rich.console import Console
+
+    from finetune.run.metrics import MetricsWriter, read_metrics
+    from finetune.trainer.callbacks.checkpoints import CheckpointsCallback
+    from finetune.trainer.callbacks.metrics_log import MetricsLogCallback
+    from finetune.trainer.callbacks.progress import ProgressCallback
+
+    plain, _ = build(recipe(folder, tmp_path / "plain"))
+    plain.train()
+    (tmp_path / "watched").mkdir()
+    with MetricsWriter(tmp_path / "watched" / "metrics.jsonl") as writer:
+        callbacks = [
+            CheckpointsCallback(keep=1),
+            MetricsLogCallback(writer),
+            ProgressCallback(Console(file=io.StringIO())),
+        ]
+        watched, _ = build(recipe(folder, tmp_path / "watched"), callbacks=callbacks)
+        watched.train()
+    assert_bitwise_equal(dict(watched.model.state_dict()), dict(plain.model.state_dict()))
+    records = read_metrics(tmp_path / "watched" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record["loss"] for record in records] == losses(watched)
+    assert json.dumps(records)
+
+
+def test_training_leaves_another_model_of_the_process_alone(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    other = AutoModelForCausalLM.from_pretrained(folder / "qwen3")
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        before = other(tokens).logits
+    forward = type(other).forward
+    trainer, _ = build(recipe(folder, tmp_path / "run"))
+    trainer.train()
+    assert type(other).forward is forward
+    assert "forward" not in vars(other)
+    with torch.no_grad():
+        assert torch.equal(other(tokens).logits, before)

@@ -123,6 +123,8 @@ def _visible(text: str) -> str:
 
 
 def _text(cell: Cell) -> str:
+    if isinstance(cell, int) and not isinstance(cell, bool):
+        return f"{cell:,}"
     return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
 
 

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from finetune.console import Console
-from finetune.errors import FinetuneError, GateStopped, Interrupted, RecipeError
+from finetune.errors import FinetuneError, GateStopped, Interrupted
 from finetune.model.adapter import add_adapter
 from finetune.model.load import load_model, vocabulary_rows
 from finetune.model.quantize import unquantized_bytes
@@ -27,7 +27,7 @@ from finetune.trainer.callbacks.first_step import FirstStepCallback
 from finetune.trainer.callbacks.interrupt import InterruptCallback
 from finetune.trainer.callbacks.metrics_log import MetricsLogCallback
 from finetune.trainer.callbacks.progress import ProgressCallback
-from finetune.trainer.checks import Check, check_documents_are_separate
+from finetune.trainer.checks import Check, check_documents_are_separate, check_weights_are_finite
 from finetune.trainer.evaluation import Measurement
 from finetune.trainer.generate import Generator, stop_tokens
 from finetune.trainer.prepare import Prepared, prepare
@@ -90,12 +90,6 @@ def train(recipe: Recipe, *, console: Console, dry_run: bool = False, resume: bo
 
 def _run_to_continue(folder: Path, console: Console) -> RunFolder:
     run = open_run_folder(folder)
-    if run.status == "done":
-        raise RecipeError(
-            "the run is done; there is nothing to continue",
-            place=str(run.path),
-            remedy="Look at its report.html, or start a new run with another output.dir.",
-        )
     for checkpoint in run.scan_checkpoints().incomplete:
         console.note(f"{checkpoint.path} is passed over: {checkpoint.reason}")
     return run
@@ -156,7 +150,9 @@ class _Session:
             if interrupt.interrupted:
                 raise self._interrupted(trainer)
             self.ending.after = self._measure(trainer, generator)
-        self.ending.artifacts = save_result(self.run, trainer.trained, self.prepared.tokenizer)
+            self.ending.checks.append(check_weights_are_finite(trainer.trained))
+        with trainer.config_as_loaded():
+            self.ending.artifacts = save_result(self.run, trainer.trained, self.prepared.tokenizer)
 
     def _load_model(self) -> nn.Module:
         begun = time.perf_counter()

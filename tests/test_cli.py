@@ -316,9 +316,9 @@ def test_table_aligns_and_stays_within_80_columns(capsys: pytest.CaptureFixture[
     Console().table("Data", ["file", "rows"], [["a.jsonl", 5], ["\u6a21\u578b", 1234]])
     assert capsys.readouterr().out.splitlines() == [
         "Data",
-        "file     rows",
-        "a.jsonl     5",
-        "\u6a21\u578b     1234",
+        "file      rows",
+        "a.jsonl      5",
+        "\u6a21\u578b     1,234",
     ]
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils.quantization_config import Mxfp4Config
 
 from finetune.errors import EnvironmentProblem, RecipeError
 from finetune.model.config import ModelPlan
-from finetune.model.quantize import build_random_nf4, nf4_config
+from finetune.model.quantize import build_random_nf4, keep_training_layout, nf4_config
 from finetune.recipe.schema import ModelSection
 
 
@@ -72,7 +73,7 @@ def load_model(plan: ModelPlan, *, seed: int) -> PreTrainedModel:
             device_map={"": plan.device},
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise EnvironmentProblem(
@@ -81,6 +82,7 @@ def load_model(plan: ModelPlan, *, seed: int) -> PreTrainedModel:
             remedy="Download the model again, or check that its weights belong to its config.json.",
         ) from error
     _require_complete(section, info)
+    keep_training_layout(model)
     return model
 
 

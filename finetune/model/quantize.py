@@ -47,7 +47,20 @@ def build_random_nf4(plan: ModelPlan) -> PreTrainedModel:
     model.tie_weights()
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer  # `from_pretrained` leaves it there, and the trainer asks it
+    keep_training_layout(model)
     return model
+
+
+def keep_training_layout(model: nn.Module) -> None:
+    """Keeps NF4 layers in the layout that has gradients.
+
+    On CPUs with AVX512-BF16, a Linear4bit rearranges its weights for inference in its first forward in evaluation mode
+    and goes on with an inference product that passes no gradient on, also when training follows (bitsandbytes 0.50.2,
+    `Linear4bit.forward` and `matmul_4bit`).
+    """
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
 
 
 def unquantized_bytes(model: nn.Module) -> int:

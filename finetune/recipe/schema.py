@@ -79,7 +79,7 @@ class Source(Section):
     """One data file."""
 
     path: str = Field(min_length=1)
-    """JSON, JSONL, CSV or Parquet file, relative to the recipe."""
+    """JSON, JSONL, CSV, Parquet or plain text (`.txt`) file, relative to the recipe."""
     format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"] = "auto"
     """Shape of a record. `auto` recognises it from the first record's keys and says which it took."""
     max_rows: int | None = Field(default=None, ge=1)

@@ -131,7 +131,7 @@ def _nearest(key: str, keys: list[str], parent: str) -> str:
     if owners := owners_of(key):
         return f"`{key}` is a key of {_owner_names(owners, parent)}"
     if near := difflib.get_close_matches(key, keys, n=1):
-        return f"did you mean `{near[0]}`"
+        return f"did you mean `{near[0]}`?"
     everywhere = [*Recipe.model_fields, *(name for _, section in sections() for name in section.model_fields)]
     if near := difflib.get_close_matches(key, everywhere, n=1, cutoff=0.7):
         return f"did you mean `{near[0]}`, a key of {_owner_names(owners_of(near[0]), parent)}"

@@ -186,8 +186,15 @@ def _check_resume(
     path: Path, *, recipe_hash: str, recipe: Mapping[str, object] | None, may_differ: Collection[str]
 ) -> None:
     run = RunFolder(path)
-    stored_hash = _read_manifest(path)["recipe_hash"]
+    manifest = _read_manifest(path)
+    stored_hash = manifest["recipe_hash"]
     require_unlocked(path)
+    if manifest["status"] == "done":
+        raise RecipeError(
+            "the run is done; there is nothing to continue",
+            place=str(path),
+            remedy="Look at its report.html, or start a new run with another output.dir.",
+        )
     if stored_hash == recipe_hash:
         return
     named = ""
@@ -254,7 +261,10 @@ def _occupied(path: Path) -> RecipeError:
             remedy="Set output.dir to a new or empty folder.",
         )
     run = RunFolder(path)
-    remedy = "Continue it with --resume, or set another output.dir."
+    if run.status == "done":
+        remedy = "Set another output.dir."
+    else:
+        remedy = "Continue it with --resume, or set another output.dir."
     if run.latest_checkpoint() is None and not run.adapter_dir.exists() and not run.model_dir.exists():
         remedy += " The run saved no checkpoint and no result, so its folder can also be deleted."
     return RecipeError(f"the folder already holds a run (status: {run.status})", place=str(path), remedy=remedy)

@@ -14,6 +14,7 @@ from finetune.data.collate import RowCollator
 from finetune.data.rows import RowDataset
 from finetune.model.config import ModelPlan
 from finetune.recipe.schema import Recipe
+from finetune.trainer.callbacks.log_on_time import LogOnTimeCallback
 from finetune.trainer.schedule import StepPlan
 from finetune.trainer.sft import SftTrainer
 
@@ -48,7 +49,7 @@ def build_trainer(recipe: Recipe, parts: TrainerParts) -> SftTrainer:
         rows=(parts.train_rows, parts.eval_rows),
         collator=RowCollator(row_length=row_length, pad_token_id=parts.pad_token_id),
         failure_dir=parts.failure_dir,
-        callbacks=parts.callbacks,
+        callbacks=[*parts.callbacks, LogOnTimeCallback()],  # last: it looks at what the others asked for
     )
     trainer.remove_callback(PrinterCallback)  # transformers' own progress lines; ours replace them
     return trainer

@@ -59,6 +59,24 @@ def check_documents_are_separate(model: nn.Module, *, num_rows: int) -> Check:
     return Check("packed documents do not see each other", True, detail)
 
 
+@torch.no_grad()
+def check_weights_are_finite(model: nn.Module) -> Check:
+    """Looks at every trained weight, so that a last step that broke them is not saved as a result.
+
+    Raises:
+        GateStopped: a weight is NaN or infinite.
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    broken = [name for name, parameter in trained if not bool(parameter.isfinite().all())]
+    if broken:
+        raise GateStopped(
+            f"{len(broken)} of {len(trained)} trained tensors hold NaN or infinite values, such as {broken[0]}",
+            place="the trained weights",
+            remedy="Lower training.learning_rate and train again. No adapter was written.",
+        )
+    return Check("trained weights are finite", True, f"{len(trained)} tensors")
+
+
 def _last_hidden_states(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     outputs = model(input_ids=input_ids, position_ids=positions, use_cache=False, output_hidden_states=True)
     return outputs.hidden_states[-1]

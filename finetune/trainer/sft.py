@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from finetune.trainer.meter import Meter, MicroBatchRecord
 METER_FILE = "meter.json"
 HOST_KEYS = ("num_real_tokens", "num_supervised_tokens", "rows")
 MODEL_KEYS = ("input_ids", "labels", "position_ids")
+CHANGED_FOR_TRAINING = ("use_cache", "output_router_logits", "router_aux_loss_coef")
 
 
 class SftTrainer(SFTTrainer):
@@ -53,13 +56,13 @@ class SftTrainer(SFTTrainer):
         callbacks: list[TrainerCallback],
     ) -> None:
         adapters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
-        # TRL insists on a `datasets.Dataset` and looks at its first record only; the rows replace it below.
-        first = {key: np.asarray(rows[0][0][key]).tolist() for key in ("input_ids", "labels")}
+        self._config_as_loaded = _training_settings(model)
         super().__init__(
             model=model,  # pyright: ignore[reportArgumentType] - a PeftModel is not a PreTrainedModel to the checker
             args=args,
             data_collator=collator,  # pyright: ignore[reportArgumentType] - our rows are typed dicts
-            train_dataset=datasets.Dataset.from_list([first]),
+            train_dataset=_stand_in(rows[0]),
+            eval_dataset=None if rows[1] is None else _stand_in(rows[1]),
             processing_class=tokenizer,
             callbacks=callbacks,
         )
@@ -74,6 +77,7 @@ class SftTrainer(SFTTrainer):
         self._aux_losses: list[torch.Tensor] = []
         self._evaluated: dict[str, float] = {}
         self._evaluated_step = -1
+        self._logged_step = 0
 
     @property
     def trained(self) -> nn.Module:
@@ -160,8 +164,14 @@ class SftTrainer(SFTTrainer):
                 loss_sum, _ = self._loss_sum(self.trained, self._prepare_inputs(inputs))
                 total += loss_sum
         self.trained.train(was_training)
-        seconds = time.perf_counter() - started
-        return {"loss": total.item() / max(1, num_tokens), "tokens": num_tokens, "seconds": seconds}
+        loss = total.item() / max(1, num_tokens)
+        if not math.isfinite(loss):
+            raise GateStopped(
+                f"the held-out loss is {loss} after step {self.state.global_step}",
+                place=str(self.failure_dir),
+                remedy="Lower training.learning_rate, or use bf16 in place of fp16. No adapter was written.",
+            )
+        return {"loss": loss, "tokens": num_tokens, "seconds": time.perf_counter() - started}
 
     # --- metrics and checkpoints
 
@@ -173,7 +183,8 @@ class SftTrainer(SFTTrainer):
         Trainer.log(self, logs, start_time)
 
     def _training_figures(self) -> dict[str, float]:
-        steps = self.args.logging_steps
+        steps = max(1, self.state.global_step - self._logged_step)
+        self._logged_step = self.state.global_step
         seconds, tokens = self.meter.close_window()
         on_cuda = self.args.device.type == "cuda"
         figures: dict[str, float] = {
@@ -205,6 +216,23 @@ class SftTrainer(SFTTrainer):
             "No adapter was written.",
         )
 
+    @contextmanager
+    def config_as_loaded(self) -> Iterator[None]:
+        """Puts the config back as it was loaded while the model is saved: with training's router logits and without
+        a cache, a saved model would fail in a plain batched `generate`, or be slow in it."""
+        config = _text_config(self.trained)
+        in_training = _training_settings(self.trained)
+        _set_all(config, self._config_as_loaded)
+        try:
+            yield
+        finally:
+            _set_all(config, in_training)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model or its adapter, with the config as it was loaded."""
+        with self.config_as_loaded():
+            super().save_model(output_dir, _internal_call)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Writes the checkpoint with our counts beside it; TRL's own adds a model card, which a run folder is not."""
         Trainer._save_checkpoint(self, model, trial)
@@ -215,6 +243,28 @@ class SftTrainer(SFTTrainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         state = (Path(resume_from_checkpoint) / METER_FILE).read_text(encoding="utf-8")
         self.meter.load_state_dict(json.loads(state))
+        self._logged_step = int(Path(resume_from_checkpoint).name.rpartition("-")[2])
+
+
+def _text_config(model: nn.Module) -> Any:
+    return model.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+
+
+def _training_settings(model: nn.Module) -> dict[str, Any]:
+    """The config's values that TRL and transformers change for training, where the architecture has them."""
+    config = _text_config(model)
+    return {name: getattr(config, name) for name in CHANGED_FOR_TRAINING if hasattr(config, name)}
+
+
+def _set_all(config: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(config, name, value)
+
+
+def _stand_in(rows: RowDataset) -> datasets.Dataset:
+    """Returns the first row as the `datasets.Dataset` that TRL insists on, of which it looks at the first record only;
+    the rows themselves take its place once TRL's constructor is done."""
+    return datasets.Dataset.from_list([{key: rows[0][key].tolist() for key in ("input_ids", "labels")}])
 
 
 def save_failed_batch(record: MicroBatchRecord, folder: Path, *, step: int) -> Path:

@@ -55,8 +55,9 @@ def show_plan(console: Console, prepared: Prepared) -> None:
         else f"rows    {len(train):,}, one sample each: {train.num_tokens:,} real tokens"
     )
     console.line(
-        f"steps   {steps.total_steps:,} of {steps.rows_per_step} rows ({steps.micro_batches_per_step} micro-batches of "
-        f"{steps.rows_per_micro_batch}), {steps.warmup_steps} of them warm-up"
+        f"steps   {steps.total_steps:,} of {_plural(steps.rows_per_step, 'row')} "
+        f"({_plural(steps.micro_batches_per_step, 'micro-batch')} of {steps.rows_per_micro_batch}), "
+        f"{steps.warmup_steps} of them warm-up"
     )
     console.line(
         f"trained {table.num_trainable:,} of {table.num_total:,} weights ({table.share:.3%}), "
@@ -75,6 +76,7 @@ def save_result(run: RunFolder, model: nn.Module, tokenizer: PreTrainedTokenizer
         folder, name = run.adapter_dir, "adapter"
         # "auto" would look at the hub for the base's vocabulary; embeddings are not trained here.
         model.save_pretrained(str(folder), save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card with nothing filled in
     else:
         folder, name = run.model_dir, "model"
         model.save_pretrained(folder)  # pyright: ignore[reportCallIssue] - a PreTrainedModel
@@ -136,13 +138,16 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
     console.line(f"report    {_shown(run.report_html)}")
     console.line(f"metrics   {_shown(run.metrics_path)}")
     console.line("next      open the report, or train on your own file:")
-    console.line(
-        f"          finetune train {_shown(run.recipe_path)} data.train.0.path=FILE.jsonl output.dir=NEW_FOLDER"
-    )
+    console.line(f"          finetune train {_shown(run.recipe_path)} data.train.0.path=FILE.jsonl \\")
+    console.line("              'data.eval={fraction: 0.1}' output.dir=runs/NAME")
 
 
 def _read_environment(run: RunFolder) -> dict[str, Any]:
     return yaml.safe_load(run.environment_path.read_text(encoding="utf-8"))
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('ch') else 's'}"
 
 
 def _count(number: int) -> str:

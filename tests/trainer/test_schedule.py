@@ -19,7 +19,15 @@ from finetune.trainer.schedule import plan_steps
         (80, {"epochs": 0.01}, 1, 1),
         (400, {"epochs": 2.2, "warmup_fraction": 0.0}, 110, 0),
     ],
-    ids=["exact", "short last step", "fewer rows than a step", "part of an epoch", "max_steps", "hardly any", "no step from rounding"],
+    ids=[
+        "exact",
+        "short last step",
+        "fewer rows than a step",
+        "part of an epoch",
+        "max_steps",
+        "hardly any",
+        "no step from rounding",
+    ],
 )
 def test_steps(num_rows: int, values: dict, steps: int, warmup: int) -> None:
     plan = plan_steps(TrainingSection(rows_per_step=8, **values), num_rows=num_rows)

@@ -165,6 +165,29 @@ def test_a_loss_that_is_not_finite_stops_the_run(folder: Path, tmp_path: Path) -
     assert saved["rows"].tolist()
 
 
+def test_steps_that_no_regular_log_covers_are_looked_at(folder: Path, tmp_path: Path) -> None:
+    """A run that broke in its last steps, between two regular logs, ended as done with a broken adapter."""
+    made = recipe(folder, tmp_path / "run", training={"learning_rate": 1e30, "max_grad_norm": 0.0})
+    made["output"]["log_every_steps"] = 50
+    trainer, _ = build(made)
+    with pytest.raises(GateStopped):
+        trainer.train()
+
+
+def test_every_step_is_in_one_measured_window(folder: Path, tmp_path: Path) -> None:
+    made = recipe(folder, tmp_path / "run", training={"max_steps": 10})
+    made["output"] |= {"log_every_steps": 4, "save_every_steps": 3}
+    made["evaluation"]["every_steps"] = 5
+    made["data"]["eval"] = [{"path": str(folder / "eval.jsonl")}]
+    trainer, _ = build(made)
+    trainer.train()
+    records = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in records] == [3, 4, 5, 6, 8, 9, 10]
+    steps = np.diff([0, *(entry["step"] for entry in records)])
+    seconds = sum(entry["step_seconds"] * count for entry, count in zip(records, steps, strict=True))
+    assert seconds == pytest.approx(trainer.meter.elapsed_seconds)
+
+
 def test_resumes_bit_equal(folder: Path, tmp_path: Path) -> None:
     """With dropout, accumulation and a short last window, in the middle of an epoch and in a later one."""
     training = {"rows_per_step": 6, "rows_per_micro_batch": 2, "max_steps": 12}

@@ -1,0 +1,220 @@
+"""Runs through the command line: what a run folder holds, stopping and continuing, adapters that stock PEFT loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny import make_chat_file, make_model_folder, make_recipe
+
+from finetune.cli import main
+from finetune.errors import ExitCode
+from finetune.run.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("end_to_end")
+    for kind in ("qwen3", "qwen3_moe", "gpt_oss"):
+        make_model_folder(root / kind, kind)
+    make_chat_file(root / "train.jsonl", rows=40)
+    make_chat_file(root / "eval.jsonl", rows=6, seed=9)
+    return root
+
+
+def write_recipe(parts: Path, folder: Path, kind: str = "qwen3", **sections: dict) -> Path:
+    recipe = make_recipe(parts / kind, parts / "train.jsonl", folder / "run", **sections)
+    recipe["data"] |= {"max_length": 128, "packing": kind != "gpt_oss", "eval": [{"path": str(parts / "eval.jsonl")}]}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+def test_a_run_folder_is_whole(parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluation = {"every_steps": 2, "metrics": ["exact_match"], "samples": 2, "max_new_tokens": 8}
+    recipe = write_recipe(parts, tmp_path, evaluation=evaluation)
+    assert main(["train", str(recipe), "--json"]) == 0
+    outcome = json.loads(capsys.readouterr().out)
+    run = tmp_path / "run"
+    assert outcome["status"] == "done"
+    assert outcome["run_dir"] == str(run)
+    report = json.loads((run / "report.json").read_text())
+    assert report["scores"]["exact_match"]["rows"] == 6
+    assert report["samples"][0].keys() == {"prompt", "reference", "before", "after"}
+    assert report["checks"][0]["ok"] is True
+    assert report["plan"]["total_steps"] == 4
+    assert "<html" in (run / "report.html").read_text()
+    assert {"recipe.yaml", "environment.json", "metrics.jsonl", "curves.png", "checkpoints"} <= set(os.listdir(run))
+    metrics = read_metrics(run / "metrics.jsonl")
+    assert [record["step"] for record in metrics if record["kind"] == "train"] == [1, 2, 3, 4]
+    assert [record["step"] for record in metrics if record["kind"] == "eval"] == [0, 2, 4, 4]
+    assert (run / "checkpoints" / "checkpoint-4" / "complete.json").is_file()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss"])
+def test_stock_peft_loads_the_adapter(parts: Path, tmp_path: Path, kind: str) -> None:
+    """The saved folder, through PEFT and transformers alone, gives the logits of a checkpoint's weights."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    assert main(["train", str(write_recipe(parts, tmp_path, kind))]) == 0
+    run = tmp_path / "run"
+    saved = load_file(run / "adapter" / "adapter_model.safetensors")
+    last = load_file(run / "checkpoints" / "checkpoint-4" / "adapter_model.safetensors")
+    assert saved.keys() == last.keys()
+    assert all(torch.equal(saved[name], last[name]) for name in saved)
+    base = AutoModelForCausalLM.from_pretrained(parts / kind, attn_implementation="eager")
+    tokens = torch.arange(40)[None] + 60
+    with torch.no_grad():
+        plain = base(tokens).logits
+        model = PeftModel.from_pretrained(base, run / "adapter").eval()
+        adapted = model(tokens).logits
+    assert (adapted - plain).abs().max() > 1e-2
+    loaded = {name for name in model.state_dict() if "lora_" in name}
+    assert len(loaded) == len(saved)
+
+
+def test_a_full_run_saves_a_model_that_transformers_loads(parts: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert main(["train", str(write_recipe(parts, tmp_path, adapter={"type": "none"}))]) == 0
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template
+    base = AutoModelForCausalLM.from_pretrained(parts / "qwen3")
+    assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, base.model.layers[0].mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_full_run_saves_the_config_that_it_loaded(parts: Path, tmp_path: Path, kind: str) -> None:
+    """A config left as in training makes a plain batched `generate` of the saved mixture of experts fail."""
+    from transformers import AutoModelForCausalLM
+
+    assert main(["train", str(write_recipe(parts, tmp_path, kind, adapter={"type": "none"}))]) == 0
+    base = json.loads((parts / kind / "config.json").read_text())
+    for folder in ("model", "checkpoints/checkpoint-4"):
+        saved = json.loads((tmp_path / "run" / folder / "config.json").read_text())
+        names = ("use_cache", "output_router_logits", "router_aux_loss_coef")
+        assert {name: saved.get(name) for name in names} == {name: base.get(name) for name in names}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    tokens = torch.arange(24).view(2, 12)
+    assert model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3).shape[0] == 2
+
+
+def test_a_dry_run_writes_nothing(parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(parts, tmp_path)
+    assert main(["train", str(recipe), "--dry-run", "--json"]) == 0
+    outcome = json.loads(capsys.readouterr().out)
+    assert outcome["status"] == "dry-run"
+    assert outcome["plan"]["total_steps"] == 4
+    assert outcome["trained"]["trainable_parameters"] > 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_random_weights_need_only_a_config(parts: Path, tmp_path: Path) -> None:
+    make_model_folder(tmp_path / "bare", "llama", weights=False)
+    recipe = write_recipe(parts, tmp_path)
+    arguments = [f"model.path={tmp_path / 'bare'}", "model.init=random", "model.quantization=nf4"]
+    assert main(["train", str(recipe), *arguments]) == 0
+    losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in record]
+    assert losses[-1] < losses[0]
+
+
+def test_a_users_metric_is_scored(parts: Path, tmp_path: Path) -> None:
+    (tmp_path / "length.py").write_text("def score(prediction, reference):\n    return float(len(reference) > 0)\n")
+    evaluation = {"metrics": ["./length.py"], "max_new_tokens": 2}
+    assert main(["train", str(write_recipe(parts, tmp_path, evaluation=evaluation))]) == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["scores"]["length"] == {"before": 1.0, "after": 1.0, "rows": 6}
+
+
+def test_nothing_touches_the_network(parts: Path, tmp_path: Path) -> None:
+    """A run from local folders, in a process where opening any connection raises."""
+    recipe = write_recipe(parts, tmp_path)
+    program = (
+        "import socket, sys\n"
+        "def refuse(*arguments):\n    raise AssertionError(f'connect to {arguments[1:]}')\n"
+        "socket.socket.connect = socket.socket.connect_ex = refuse\n"
+        "socket.getaddrinfo = refuse\n"
+        "from finetune.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", str(recipe)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("how", ["interrupt", "kill"])
+def test_stopped_runs_continue_bit_equal(parts: Path, tmp_path: Path, how: str) -> None:
+    """Ctrl-C in the middle, and kill -9 in the middle: the continued run ends as the unbroken one, line for line."""
+    from safetensors.torch import load_file
+
+    training = {"max_steps": 30, "rows_per_step": 2, "rows_per_micro_batch": 1}
+    straight = write_recipe(parts, tmp_path / "straight", training=training)
+    assert main(["train", str(straight), "output.save_every_steps=4"]) == 0
+    broken = write_recipe(parts, tmp_path / "broken", training=training)
+    command = [sys.executable, "-m", "finetune", "train", str(broken), "output.save_every_steps=4"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run = tmp_path / "broken" / "run"
+    _wait_for(lambda: (run / "checkpoints" / "checkpoint-8" / "complete.json").exists(), process)
+    process.send_signal(signal.SIGINT if how == "interrupt" else signal.SIGKILL)
+    code = process.wait(timeout=120)
+    assert code == (ExitCode.INTERRUPTED if how == "interrupt" else -signal.SIGKILL)
+    if how == "interrupt":
+        assert json.loads((run / "report.json").read_text())["status"] == "interrupted"
+    assert main(["train", str(broken), "output.save_every_steps=4", "--resume"]) == 0
+    pairs = [
+        [(record["step"], record["loss"], record["real_tokens"]) for record in _training(folder / "run")]
+        for folder in (tmp_path / "straight", tmp_path / "broken")
+    ]
+    assert pairs[0] == pairs[1]
+    ends = [load_file(tmp_path / name / "run/adapter/adapter_model.safetensors") for name in ("straight", "broken")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_a_finished_run_is_not_continued(parts: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(parts, tmp_path)
+    assert main(["train", str(recipe)]) == 0
+    assert main(["train", str(recipe), "--resume"]) == ExitCode.RECIPE
+
+
+def test_a_last_step_that_breaks_the_weights_leaves_no_adapter(parts: Path, tmp_path: Path) -> None:
+    """Loss and gradient of the last step are finite; the weights that it leaves are not."""
+    training = {"learning_rate": 3e38, "max_steps": 1, "schedule": "constant"}
+    recipe = write_recipe(parts, tmp_path, training=training)
+    assert main(["train", str(recipe), "data.eval=null"]) == ExitCode.GATE
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_a_stopped_run_exits_6_and_leaves_no_adapter(parts: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(parts, tmp_path, training={"learning_rate": 1e30, "max_grad_norm": 0.0})
+    assert main(["train", str(recipe)]) == ExitCode.GATE
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["status"] == "stopped"
+    assert "not finite" in report["message"]
+    assert not (tmp_path / "run" / "adapter").exists()
+    assert list((tmp_path / "run").glob("failed_batch_step_*.npz"))
+
+
+def _training(run: Path) -> list[dict]:
+    return [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
+
+
+def _wait_for(condition, process: subprocess.Popen, *, seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the run ended before it could be stopped"
+        assert time.monotonic() < deadline, "the run did not get so far"
+        time.sleep(0.01)

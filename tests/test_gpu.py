@@ -1,0 +1,87 @@
+"""On a CUDA device: the same numbers as on the CPU, NF4 within its memory, the whole command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from numerics import assert_same_trajectory
+from runs import build, losses
+from tiny import make_chat_file, make_model_folder, make_recipe
+
+from finetune.cli import main
+from finetune.model.config import plan_model
+from finetune.model.load import load_model
+from finetune.recipe.schema import ModelSection
+from finetune.run.metrics import read_metrics
+from finetune.trainer.checks import check_documents_are_separate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("gpu")
+    for kind in ("qwen3", "qwen3_moe", "gpt_oss"):
+        make_model_folder(root / kind, kind)
+    make_chat_file(root / "train.jsonl", rows=43)
+    return root
+
+
+def recipe(parts: Path, out: Path, kind: str = "qwen3", **sections: dict) -> dict:
+    made = make_recipe(parts / kind, parts / "train.jsonl", out, **sections)
+    made["data"] |= {"max_length": 128, "packing": kind != "gpt_oss"}
+    return made
+
+
+@pytest.mark.parametrize("adapter", [{"type": "lora", "rank": 4, "alpha": 8}, {"type": "none"}], ids=["lora", "full"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss"])
+def test_losses_equal_those_of_the_cpu(parts: Path, tmp_path: Path, kind: str, adapter: dict) -> None:
+    traces = []
+    for device in ("cpu", "cuda"):
+        made = recipe(parts, tmp_path / device, kind, adapter=adapter)
+        made["model"]["device"] = device
+        trainer, _ = build(made)
+        trainer.train()
+        traces.append(losses(trainer))
+    assert_same_trajectory(traces[1], traces[0], relative=2e-3)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_packed_documents_are_separate(parts: Path, attention: str, dtype: str) -> None:
+    section = ModelSection(path=str(parts / "qwen3_moe"), device="cuda", dtype=dtype, attention=attention)
+    model = load_model(plan_model(section, packing=True), seed=0)
+    assert check_documents_are_separate(model, num_rows=260).ok
+
+
+def test_random_nf4_never_holds_all_16_bit_weights(tmp_path: Path) -> None:
+    folder = make_model_folder(
+        tmp_path / "model", "llama", weights=False, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16
+    )
+    section = ModelSection(path=str(folder), device="cuda", dtype="bf16", init="random", quantization="nf4")
+    plan = plan_model(section, packing=True)
+    full = 2 * sum(parameter.numel() for parameter in plan.skeleton.parameters())
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    load_model(plan, seed=0)
+    assert torch.cuda.max_memory_allocated() - before < 0.5 * full
+
+
+def test_the_whole_command_in_nf4(parts: Path, tmp_path: Path) -> None:
+    made = recipe(parts, tmp_path / "run", training={"max_steps": 8, "optimizer": "adamw_8bit"})
+    made["model"] |= {"device": "cuda", "dtype": "bf16", "quantization": "nf4"}
+    made["data"]["eval"] = {"fraction": 0.2}
+    made["evaluation"] = {"metrics": ["exact_match"], "samples": 1, "max_new_tokens": 8}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(made), encoding="utf-8")
+    assert main(["train", str(tmp_path / "recipe.yaml")]) == 0
+    records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert records[-1]["peak_memory_bytes"] > 0
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["status"] == "done"

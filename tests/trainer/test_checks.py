@@ -1,0 +1,47 @@
+"""The check that packed documents do not see each other passes where they do not, and fails where they do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import make_config
+from transformers import AutoModelForCausalLM
+
+from finetune.errors import GateStopped
+from finetune.trainer.checks import check_documents_are_separate, check_weights_are_finite
+
+
+def model_of(kind: str, attention: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(make_config(kind), attn_implementation=attention, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
+def test_stock_attention_keeps_documents_apart(kind: str, attention: str, dtype: torch.dtype) -> None:
+    model = model_of(kind, attention, dtype).train()
+    assert check_documents_are_separate(model, num_rows=260).ok
+    assert model.training
+
+
+def test_gpt_oss_mixes_documents_and_is_caught() -> None:
+    with pytest.raises(GateStopped, match="see each other"):
+        check_documents_are_separate(model_of("gpt_oss", "eager"), num_rows=260)
+
+
+def test_a_broken_weight_is_named() -> None:
+    model = model_of("qwen3", "sdpa")
+    assert check_weights_are_finite(model).ok
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = float("inf")
+    with pytest.raises(GateStopped, match=r"1 of \d+ .*layers\.1\.mlp\.up_proj"):
+        check_weights_are_finite(model)
+
+
+def test_a_model_that_ignores_positions_is_caught() -> None:
+    model = model_of("qwen3", "sdpa")
+    forward = model.model.forward
+    model.model.forward = lambda *args, **kwargs: forward(*args, **(kwargs | {"position_ids": None}))
+    with pytest.raises(GateStopped):
+        check_documents_are_separate(model, num_rows=260)

@@ -6,6 +6,7 @@ Nothing heavy is imported before the recipe is known to be right, so a wrong rec
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,6 +79,7 @@ def train(
     ] = False,
 ) -> None:
     """Train as the recipe says: from data and weights to a run folder."""
+    started = time.perf_counter()
     console = Console(is_json=is_json)
     loaded = load_recipe(recipe, overrides=overrides or [])
     prepare_process(model_is_local=Path(loaded.model.path).is_absolute())
@@ -86,7 +88,7 @@ def train(
             from finetune.train import train as run_training
         except ModuleNotFoundError as error:
             raise _missing_package(error) from error
-        outcome = run_training(loaded, console=console, dry_run=dry_run, resume=resume)
+        outcome = run_training(loaded, console=console, dry_run=dry_run, resume=resume, started=started)
     except KeyboardInterrupt as stop:
         # Typer would turn this into a bare exit. During training, train() saves and raises Interrupted itself.
         remedy = "Give the command again, with --resume where the run folder holds a checkpoint."

@@ -51,17 +51,20 @@ class TrainOutcome:
         return {"status": self.status, "run_dir": self.run_dir, "plan": self.plan, **self.report}
 
 
-def train(recipe: Recipe, *, console: Console, dry_run: bool = False, resume: bool = False) -> TrainOutcome:
+def train(
+    recipe: Recipe, *, console: Console, dry_run: bool = False, resume: bool = False, started: float | None = None
+) -> TrainOutcome:
     """Runs a recipe.
 
     Args:
+        started: `time.perf_counter` when the command began, from which times are counted; none takes now.
         dry_run: stop before the weights, after data and plan were checked; nothing is written but the data cache.
         resume: continue the run in `output.dir` from its newest complete checkpoint.
 
     Raises:
         FinetuneError: of the class that says what went wrong; a run that had begun keeps its folder and report.
     """
-    started = time.perf_counter()
+    started = time.perf_counter() if started is None else started
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     folder = Path(recipe.output.dir)

@@ -5,6 +5,7 @@ Nothing heavy is imported before the recipe is known to be right, so a wrong rec
 
 from __future__ import annotations
 
+import errno
 import sys
 import time
 import traceback
@@ -115,6 +116,9 @@ def _known_error(error: Exception) -> FinetuneError | None:
         return RecipeError(error.format_message(), place="command line", remedy=f"See: {command} --help")
     if isinstance(error, typer.Abort):
         return Interrupted("stopped", remedy="Give the command again.")
+    if _is_disk_full(error):
+        remedy = "Free some space, then give the same command with --resume to go on from the last checkpoint."
+        return EnvironmentProblem("the disk is full", place=str(getattr(error, "filename", "") or ""), remedy=remedy)
     if _is_out_of_memory(error):
         first_line = str(error).strip().partition("\n")[0]
         remedy = (
@@ -123,6 +127,13 @@ def _known_error(error: Exception) -> FinetuneError | None:
         )
         return OutOfMemory(f"memory ran out: {first_line or type(error).__name__}", remedy=remedy)
     return None
+
+
+def _is_disk_full(error: Exception) -> bool:
+    """Recognises a full disk or quota, as Python, safetensors and torch report it."""
+    texts = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing file")
+    number = getattr(error, "errno", None)
+    return number in (errno.ENOSPC, errno.EDQUOT) or any(text in str(error) for text in texts)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

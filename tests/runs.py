@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from finetune.model.adapter import add_adapter
-from finetune.model.load import load_model
 from finetune.recipe.schema import Recipe
-from finetune.trainer.build import TrainerParts, build_trainer
+from finetune.run.folder import RunFolder
+from finetune.trainer.build import build_model as build_parsed
+from finetune.trainer.build import build_trainer
+from finetune.trainer.ending import Ending
 from finetune.trainer.prepare import Prepared, prepare
 from finetune.trainer.sft import SftTrainer
 
@@ -19,31 +20,16 @@ from finetune.trainer.sft import SftTrainer
 def build(recipe: dict[str, Any], *, callbacks: list[TrainerCallback] | None = None) -> tuple[SftTrainer, Prepared]:
     """Prepares a recipe, loads the model and builds its trainer."""
     parsed, prepared, model = build_model(recipe)
-    folder = Path(parsed.output.dir)
-    trainer = build_trainer(
-        parsed,
-        TrainerParts(
-            model=model,
-            plan=prepared.model,
-            tokenizer=prepared.tokenizer,
-            train_rows=prepared.train_rows,
-            eval_rows=prepared.eval_rows,
-            steps=prepared.steps,
-            pad_token_id=prepared.pad_token_id,
-            checkpoints_dir=folder / "checkpoints",
-            failure_dir=folder,
-            callbacks=callbacks or [],
-        ),
-    )
-    return trainer, prepared
+    run = RunFolder(Path(parsed.output.dir))
+    run.path.mkdir(parents=True, exist_ok=True)
+    return build_trainer(parsed, prepared, model=model, run=run, callbacks=callbacks or []), prepared
 
 
 def build_model(recipe: dict[str, Any]) -> tuple[Recipe, Prepared, nn.Module]:
     """The recipe's model with its adapter, before any trainer has touched it; the same one for the same seed."""
     parsed = Recipe.model_validate(recipe)
     prepared = prepare(parsed, say=lambda text: None)
-    base = load_model(prepared.model, seed=parsed.training.seed)
-    return parsed, prepared, add_adapter(base, parsed.adapter, targets=prepared.targets)
+    return parsed, prepared, build_parsed(parsed, prepared, say=lambda text: None, ending=Ending(0.0))
 
 
 def losses(trainer: SftTrainer) -> list[float]:

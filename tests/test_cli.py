@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import finetune
-from finetune.cli import main
+from finetune.cli import _known_error, main
 from finetune.console import Console
 from finetune.errors import DataError, EnvironmentProblem, FinetuneError, GateStopped, Interrupted
 from finetune.recipe.schema import Recipe
@@ -309,6 +309,17 @@ def test_console_prints_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> Non
     captured = capsys.readouterr()
     assert captured.out == f"{text}\nnote: {text}\n"
     assert captured.err == f"warning: {text}\nerror: [a]: {text}\nremedy: {text}\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device", "/runs/a"), RuntimeError("PytorchStreamWriter failed writing file")],
+    ids=["python", "torch"],
+)
+def test_a_full_disk_is_told(error: Exception) -> None:
+    known = _known_error(error)
+    assert isinstance(known, EnvironmentProblem)
+    assert "--resume" in known.remedy
 
 
 @pytest.mark.usefixtures("plain")

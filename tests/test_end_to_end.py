@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny import make_chat_file, make_model_folder, make_recipe
+from tiny import make_chat_file, make_model_folder, make_recipe, make_tokenizer
 
 from finetune.cli import main
 from finetune.errors import ExitCode
@@ -62,7 +62,7 @@ def test_a_run_folder_is_whole(parts: Path, tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss"])
 def test_stock_peft_loads_the_adapter(parts: Path, tmp_path: Path, kind: str) -> None:
-    """The saved folder, through PEFT and transformers alone, gives the logits of a checkpoint's weights."""
+    """The saved folder, through PEFT and transformers alone, gives the held-out loss that the run reported."""
     from peft import PeftModel
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -74,14 +74,29 @@ def test_stock_peft_loads_the_adapter(parts: Path, tmp_path: Path, kind: str) ->
     assert saved.keys() == last.keys()
     assert all(torch.equal(saved[name], last[name]) for name in saved)
     base = AutoModelForCausalLM.from_pretrained(parts / kind, attn_implementation="eager")
-    tokens = torch.arange(40)[None] + 60
-    with torch.no_grad():
-        plain = base(tokens).logits
-        model = PeftModel.from_pretrained(base, run / "adapter").eval()
-        adapted = model(tokens).logits
-    assert (adapted - plain).abs().max() > 1e-2
-    loaded = {name for name in model.state_dict() if "lora_" in name}
-    assert len(loaded) == len(saved)
+    model = PeftModel.from_pretrained(base, run / "adapter").eval()
+    assert len([name for name in model.state_dict() if "lora_" in name]) == len(saved)
+    reported = json.loads((run / "report.json").read_text())["summary"]["eval_loss_after"]
+    assert _chatml_loss(model, parts / "eval.jsonl") == pytest.approx(reported, rel=1e-5)
+    with model.disable_adapter():
+        assert _chatml_loss(model, parts / "eval.jsonl") != pytest.approx(reported, rel=1e-3)
+
+
+def _chatml_loss(model: torch.nn.Module, path: Path) -> float:
+    """Mean loss over the answers and their end tokens, one conversation at a time, with nothing of ours."""
+    total, count = 0.0, 0
+    tokenizer = make_tokenizer()
+    for line in path.read_text().splitlines():
+        user, assistant = json.loads(line)["messages"]
+        prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+        prompt_ids = tokenizer(prompt, add_special_tokens=False).input_ids
+        answer_ids = tokenizer(assistant["content"] + "<|im_end|>", add_special_tokens=False).input_ids
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt_ids + answer_ids]), use_cache=False).logits[0].float()
+        predicted = logits[len(prompt_ids) - 1 : -1]
+        total += torch.nn.functional.cross_entropy(predicted, torch.tensor(answer_ids), reduction="sum").item()
+        count += len(answer_ids)
+    return total / count
 
 
 def test_a_full_run_saves_a_model_that_transformers_loads(parts: Path, tmp_path: Path) -> None:
@@ -154,6 +169,32 @@ def test_nothing_touches_the_network(parts: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", program, "train", str(recipe)], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_no_tracker_starts_by_itself(parts: Path, tmp_path: Path) -> None:
+    """P45: trackers are installed, the recipe names none, so none is used."""
+    for name in ("wandb", "trackio", "tensorboard", "mlflow", "comet_ml"):
+        package = tmp_path / "site" / name
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(f"raise AssertionError('{name} was imported')\n")
+    # transformers imports wandb to see whether it is there; nothing of it may be used.
+    started = (
+        "def init(*arguments, **options):\n    raise AssertionError('wandb was started')\n\nlogin = setup = init\n"
+    )
+    (tmp_path / "site" / "wandb" / "__init__.py").write_text(f"run = None\n\n{started}")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), *filter(None, sys.path)))}
+    command = [sys.executable, "-m", "finetune", "train", str(write_recipe(parts, tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_scores_without_a_prompt_are_refused(parts: Path, tmp_path: Path) -> None:
+    """A score over no prompts was reported as 0 %."""
+    (tmp_path / "text.txt").write_text("a plain text, which has no prompt and no answer")
+    recipe = write_recipe(parts, tmp_path, evaluation={"metrics": ["exact_match"]})
+    changed = f"data.eval=[{{path: {tmp_path / 'text.txt'}}}]"
+    assert main(["train", str(recipe), changed]) == ExitCode.DATA
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("how", ["interrupt", "kill"])

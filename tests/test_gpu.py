@@ -74,6 +74,18 @@ def test_random_nf4_never_holds_all_16_bit_weights(tmp_path: Path) -> None:
     assert torch.cuda.max_memory_allocated() - before < 0.5 * full
 
 
+def test_fp16_goes_on_over_skipped_steps(parts: Path, tmp_path: Path) -> None:
+    """The loss scale overflows now and then by design; the step is left out and counted, and the run goes on."""
+    made = recipe(parts, tmp_path / "run", training={"max_steps": 8, "learning_rate": 1e-3})
+    made["model"] |= {"device": "cuda", "dtype": "fp16"}
+    trainer, _ = build(made)
+    trainer.accelerator.scaler._init_scale = 2.0**40
+    trainer.train()
+    records = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(records) == 8
+    assert records[-1]["skipped_steps"] > 0
+
+
 def test_the_whole_command_in_nf4(parts: Path, tmp_path: Path) -> None:
     made = recipe(parts, tmp_path / "run", training={"max_steps": 8, "optimizer": "adamw_8bit"})
     made["model"] |= {"device": "cuda", "dtype": "bf16", "quantization": "nf4"}

@@ -82,18 +82,24 @@ def _linear_modules(skeleton: PreTrainedModel) -> list[str]:
     return [
         name
         for name, module in skeleton.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and not any(name.startswith(r) for r in routers)
+        if isinstance(module, nn.Linear) and module is not head and not _is_in(name, routers)
     ]
+
+
+def _is_in(name: str, modules: set[str]) -> bool:
+    return any(name == module or name.startswith(module + ".") for module in modules)
 
 
 def _is_router(name: str, module: nn.Module) -> bool:
     last = name.rpartition(".")[2]
-    return last in ("router", "gate") or "Router" in type(module).__name__
+    return last in ("router", "gate", "shared_expert_gate") or "Router" in type(module).__name__
 
 
 def _expert_parameters(skeleton: PreTrainedModel) -> list[str]:
     """Weights that hold all experts of a layer in one tensor `[experts, ., .]`."""
-    return [name for name, parameter in skeleton.named_parameters() if parameter.dim() == 3]
+    return [
+        name for name, parameter in skeleton.named_parameters() if parameter.dim() == 3 and "experts" in name.split(".")
+    ]
 
 
 def _is_attention(name: str) -> bool:

@@ -12,7 +12,7 @@ from finetune.errors import EnvironmentProblem, RecipeError
 from finetune.recipe.schema import ModelSection
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+WEIGHT_PATTERN = "*.safetensors"
 
 SINKS_MIX_DOCUMENTS = ("gpt_oss",)
 """Architectures whose stock forward builds its mask without the positions, so that packed documents see each other.
@@ -58,6 +58,12 @@ def plan_model(section: ModelSection, *, packing: bool) -> ModelPlan:
             remedy="Set data.packing=false: one document a row, which this architecture trains correctly.",
         )
     dtype = _choose_dtype(section, config)
+    if dtype == torch.float16 and device.type == "cpu":
+        raise EnvironmentProblem(
+            "fp16 is trained on a GPU only (its loss scaling has no CPU version)",
+            place="model.dtype",
+            remedy="Set model.dtype to bf16 or fp32, or train on a CUDA device.",
+        )
     skeleton = _make_skeleton(section, config, dtype)
     attention = _choose_attention(section, skeleton)
     return ModelPlan(section, config, device, dtype, attention, skeleton)
@@ -107,10 +113,10 @@ def _load_config(section: ModelSection) -> PretrainedConfig:
 
 def _require_weights(section: ModelSection) -> None:
     folder = Path(section.path)
-    if not folder.is_absolute() or any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+    if not folder.is_absolute() or any(folder.glob(WEIGHT_PATTERN)):
         return
     raise EnvironmentProblem(
-        f"the folder holds no weights ({' or '.join(WEIGHT_PATTERNS)}), only: {_listing(folder)}",
+        f"the folder holds no weights ({WEIGHT_PATTERN}), only: {_listing(folder)}",
         place=f"model.path: {folder}",
         remedy="Download the weights into the folder, or set model.init=random to start from random ones.",
     )

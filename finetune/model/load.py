@@ -71,6 +71,7 @@ def load_model(plan: ModelPlan, *, seed: int) -> PreTrainedModel:
             attn_implementation=plan.attention,
             quantization_config=_quantization(plan),
             device_map={"": plan.device},
+            use_safetensors=True,  # pickled weights can run code
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

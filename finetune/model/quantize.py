@@ -64,8 +64,9 @@ def keep_training_layout(model: nn.Module) -> None:
 
 
 def unquantized_bytes(model: nn.Module) -> int:
-    """Bytes of the expert weights (three-dimensional parameters) that NF4 leaves as they are."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.dim() == 3 and p.is_floating_point())
+    """Bytes of the expert weights (one tensor `[experts, ., .]` for a layer) that NF4 leaves as they are."""
+    experts = (p for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name.split("."))
+    return sum(p.numel() * p.element_size() for p in experts if p.is_floating_point())
 
 
 def _materialize_nf4(module: Linear4bit, deviation: float, plan: ModelPlan) -> None:

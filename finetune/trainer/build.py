@@ -2,65 +2,78 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 
 from finetune.data.collate import RowCollator
-from finetune.data.rows import RowDataset
-from finetune.model.config import ModelPlan
+from finetune.model.adapter import add_adapter
+from finetune.model.load import load_model, vocabulary_rows
+from finetune.model.quantize import unquantized_bytes
 from finetune.recipe.schema import Recipe
+from finetune.run.folder import RunFolder
 from finetune.trainer.callbacks.log_on_time import LogOnTimeCallback
-from finetune.trainer.schedule import StepPlan
+from finetune.trainer.checks import Check, check_documents_are_separate
+from finetune.trainer.ending import Ending
+from finetune.trainer.prepare import Prepared
 from finetune.trainer.sft import SftTrainer
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw_8bit": "paged_adamw_8bit"}
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerParts:
-    """What a trainer is built of, besides the recipe."""
+def build_model(recipe: Recipe, prepared: Prepared, *, say: Callable[[str], None], ending: Ending) -> nn.Module:
+    """Loads or draws the weights, adds the adapter, and checks that packed documents stay apart.
 
-    model: nn.Module
-    plan: ModelPlan
-    tokenizer: PreTrainedTokenizerBase
-    train_rows: RowDataset
-    eval_rows: RowDataset | None
-    steps: StepPlan
-    pad_token_id: int
-    checkpoints_dir: Path
-    failure_dir: Path
-    """Where the batch of a loss that is not finite is saved."""
-    callbacks: list[TrainerCallback]
+    Args:
+        say: prints a warning.
+        ending: takes the check and the seconds.
+
+    Raises:
+        FinetuneError: the weights cannot be used, or documents would see each other.
+    """
+    begun = time.perf_counter()
+    base = load_model(prepared.model, seed=recipe.training.seed)
+    if recipe.model.quantization == "nf4" and (left := unquantized_bytes(base)):
+        say(f"nf4 covers linear layers only: the experts' weights stay as they are ({left / 2**30:.2f} GiB).")
+    model = add_adapter(base, recipe.adapter, targets=prepared.targets)
+    ending.timings["load_seconds"] = time.perf_counter() - begun
+    if recipe.data.packing:
+        ending.checks.append(check_documents_are_separate(model, num_rows=vocabulary_rows(base)))
+    else:
+        detail = "not packed: one document a row"
+        ending.checks.append(Check("packed documents do not see each other", None, detail))
+    return model
 
 
-def build_trainer(recipe: Recipe, parts: TrainerParts) -> SftTrainer:
-    """Builds the trainer; the model in `parts` is the one it trains."""
+def build_trainer(
+    recipe: Recipe, prepared: Prepared, *, model: nn.Module, run: RunFolder, callbacks: list[TrainerCallback]
+) -> SftTrainer:
+    """Builds the trainer of `model`; its checkpoints, and the batch of a loss that is not finite, go into `run`."""
     row_length = recipe.data.max_length if recipe.data.packing else None
     trainer = SftTrainer(
-        model=parts.model,
-        args=_arguments(recipe, parts),
-        tokenizer=parts.tokenizer,
-        rows=(parts.train_rows, parts.eval_rows),
-        collator=RowCollator(row_length=row_length, pad_token_id=parts.pad_token_id),
-        failure_dir=parts.failure_dir,
-        callbacks=[*parts.callbacks, LogOnTimeCallback()],  # last: it looks at what the others asked for
+        model=model,
+        args=_arguments(recipe, prepared, output_dir=run.checkpoints_dir),
+        tokenizer=prepared.tokenizer,
+        rows=(prepared.train_rows, prepared.eval_rows),
+        collator=RowCollator(row_length=row_length, pad_token_id=prepared.pad_token_id),
+        callbacks=[*callbacks, LogOnTimeCallback()],  # last: it looks at what the others asked for
     )
     trainer.remove_callback(PrinterCallback)  # transformers' own progress lines; ours replace them
     return trainer
 
 
-def _arguments(recipe: Recipe, parts: TrainerParts) -> SFTConfig:
+def _arguments(recipe: Recipe, prepared: Prepared, *, output_dir: Path) -> SFTConfig:
     training, evaluation, output = recipe.training, recipe.evaluation, recipe.output
-    steps, plan = parts.steps, parts.plan
-    evaluates = parts.eval_rows is not None and evaluation.every_steps is not None
+    steps, plan = prepared.steps, prepared.model
+    evaluates = prepared.eval_rows is not None and evaluation.every_steps is not None
     return SFTConfig(
-        output_dir=str(parts.checkpoints_dir),
+        output_dir=str(output_dir),
         max_steps=steps.total_steps,
         per_device_train_batch_size=steps.rows_per_micro_batch,
         per_device_eval_batch_size=steps.rows_per_micro_batch,

@@ -2,78 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import time
+from pathlib import Path
 
-from finetune.data.types import PromptReference
-from finetune.recipe.schema import EvaluationSection
-from finetune.trainer.generate import Generator
-from finetune.trainer.scores import Score, load_scores, mean_score
+from finetune.recipe.schema import Recipe
+from finetune.run.atomic import write_json
+from finetune.run.folder import RunFolder
+from finetune.trainer.generate import Generator, stop_tokens
+from finetune.trainer.measurement import Measurement
+from finetune.trainer.prepare import Prepared
+from finetune.trainer.scores import mean_score
 from finetune.trainer.sft import SftTrainer
 
-
-@dataclass(frozen=True)
-class Measurement:
-    """The model at one moment, on the held-out data."""
-
-    loss: float | None
-    scores: dict[str, float]
-    answers: list[str]
-    """Answers to the first references, in order."""
-
-    def as_dict(self) -> dict[str, object]:
-        return {"loss": self.loss, "scores": self.scores, "answers": self.answers}
-
-    @classmethod
-    def from_dict(cls, values: dict) -> Measurement:
-        return cls(values["loss"], values["scores"], values["answers"])
+BEFORE_FILE = "before.json"
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """The held-out prompts of a run and how answers to them are scored."""
+class Evaluator:
+    """Measures the model in training. Does nothing where the run has no held-out data."""
 
-    references: Sequence[PromptReference]
-    scores: dict[str, Score]
-    num_samples: int
-    """Prompts whose answers the report shows."""
+    def __init__(self, recipe: Recipe, prepared: Prepared, trainer: SftTrainer, run: RunFolder) -> None:
+        self._section = recipe.evaluation
+        self._held_out = prepared.held_out
+        self._trainer = trainer
+        self._before_path = run.path / BEFORE_FILE
+        self._generator = Generator(
+            model=trainer.trained,
+            tokenizer=prepared.tokenizer,
+            stop_ids=stop_tokens(prepared.tokenizer, trainer.trained, prepared.dataset.train),
+            pad_token_id=prepared.pad_token_id,
+            max_new_tokens=recipe.evaluation.max_new_tokens,
+            autocast=lambda: trainer.accelerator.autocast(),
+        )
+        self.seconds = 0.0
+        """Time spent measuring."""
 
-    @classmethod
-    def of(cls, section: EvaluationSection, references: Sequence[PromptReference]) -> HeldOut:
-        return cls(references[: num_answers(section)], load_scores(section.metrics), section.samples)
+    def before(self, checkpoint: Path | None) -> Measurement | None:
+        """Measures the untrained model; a continued run reads what was measured when it began."""
+        if checkpoint is not None:
+            if not self._before_path.is_file():
+                return None
+            return Measurement.from_dict(json.loads(self._before_path.read_text(encoding="utf-8")))
+        measurement = self.measure() if self._section.at_start else None
+        if measurement is not None:
+            write_json(self._before_path, measurement.as_dict())
+        return measurement
 
-    def measure(self, trainer: SftTrainer, generator: Generator) -> Measurement:
+    def measure(self) -> Measurement | None:
         """Evaluates the model as it is; loss and scores go to the metrics as one record."""
-        answers = generator.answer([reference.prompt_ids for reference in self.references])
-        wanted = [reference.reference for reference in self.references]
-        scores = {name: mean_score(score, answers, wanted) for name, score in self.scores.items()}
-        loss = trainer.evaluate(scores=scores)["eval_loss"] if trainer.eval_dataset is not None else None
+        if self._trainer.eval_dataset is None:
+            return None
+        begun = time.perf_counter()
+        references = self._held_out.references
+        answers = self._generator.answer([reference.prompt_ids for reference in references])
+        wanted = [reference.reference for reference in references]
+        scores = {name: mean_score(score, answers, wanted) for name, score in self._held_out.scores.items()}
+        loss = self._trainer.evaluate(scores=scores)["eval_loss"]
+        self.seconds += time.perf_counter() - begun
         return Measurement(loss, scores, answers)
-
-    def samples(self, before: Measurement | None, after: Measurement | None) -> list[dict[str, str | None]]:
-        """Returns the first prompts with their reference and the answers before and after."""
-        return [
-            {
-                "prompt": reference.prompt,
-                "reference": reference.reference,
-                "before": before.answers[index] if before else None,
-                "after": after.answers[index] if after else None,
-            }
-            for index, reference in enumerate(self.references[: self.num_samples])
-        ]
-
-    def score_table(self, before: Measurement | None, after: Measurement | None) -> dict[str, dict[str, float | None]]:
-        """Returns each score before and after, and over how many prompts."""
-        return {
-            name: {
-                "before": before.scores.get(name) if before else None,
-                "after": after.scores.get(name) if after else None,
-                "rows": len(self.references),
-            }
-            for name in self.scores
-        }
-
-
-def num_answers(section: EvaluationSection) -> int:
-    """Returns how many held-out prompts are answered: those that are scored, or those that are shown."""
-    return max(section.metric_rows if section.metrics else 0, section.samples)

@@ -13,7 +13,6 @@ class MicroBatchRecord:
     """One forward pass whose loss still lies on the device."""
 
     rows: list[int]
-    input_ids: torch.Tensor  # int64 [R, L]
     loss: torch.Tensor  # scalar
 
 
@@ -37,9 +36,9 @@ class Meter:
         if self._window_started is None:
             self._window_started = time.perf_counter()
 
-    def count(self, record: MicroBatchRecord, *, num_real_tokens: int) -> None:
+    def count(self, record: MicroBatchRecord, *, num_real_tokens: int, num_slots: int) -> None:
         self.real_tokens += num_real_tokens
-        self.slots += record.input_ids.numel()
+        self.slots += num_slots
         self._window_tokens += num_real_tokens
         self.pending.append(record)
 

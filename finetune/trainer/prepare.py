@@ -19,7 +19,7 @@ from finetune.model.load import choose_pad_token, load_tokenizer, vocabulary_row
 from finetune.model.trainable import TrainableTable, trainable_table
 from finetune.recipe.schema import DataSection, LoraAdapter, Recipe
 from finetune.run.disk import require_disk_space
-from finetune.trainer.evaluation import HeldOut, num_answers
+from finetune.trainer.held_out import HeldOut, num_answers
 from finetune.trainer.schedule import StepPlan, plan_steps
 
 

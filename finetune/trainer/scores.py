@@ -28,9 +28,22 @@ def load_scores(names: Sequence[str]) -> dict[str, Score]:
 
 
 def mean_score(score: Score, predictions: Sequence[str], references: Sequence[str]) -> float:
-    """Returns the mean of `score` over the pairs, 0.0 for none."""
-    values = [float(score(p, r)) for p, r in zip(predictions, references, strict=True)]
-    return sum(values) / len(values) if values else 0.0
+    """Returns the mean of `score` over the pairs, of which there must be one at least.
+
+    Raises:
+        RecipeError: the user's function fails, or returns something that is not a number.
+    """
+    values = []
+    for number, (prediction, reference) in enumerate(zip(predictions, references, strict=True), start=1):
+        try:
+            values.append(float(score(prediction, reference)))
+        except Exception as error:  # the user's code may raise whatever it likes; it is told, not hidden
+            raise RecipeError(
+                f"the metric fails on held-out answer {number}: {type(error).__name__}: {error}",
+                place=f"evaluation.metrics: {score.__code__.co_filename}" if hasattr(score, "__code__") else "",
+                remedy=f"It was given the prediction {prediction[:80]!r} and the reference {reference[:80]!r}.",
+            ) from error
+    return sum(values) / len(values)
 
 
 def _from_file(path: Path) -> Score:
@@ -42,7 +55,7 @@ def _from_file(path: Path) -> Score:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError, OSError) as error:
+    except (Exception, SystemExit) as error:  # the user's code may raise whatever it likes; it is told, not hidden
         what = f"the metric's file cannot be loaded: {type(error).__name__}: {error}"
         raise RecipeError(what, place=place, remedy=remedy) from error
     score = getattr(module, "score", None)

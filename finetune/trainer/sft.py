@@ -19,18 +19,22 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune.data.collate import RowCollator
 from finetune.data.rows import RowDataset
 from finetune.errors import GateStopped
+from finetune.run.checkpoints import checkpoint_step, scan_checkpoints
 from finetune.trainer.meter import Meter, MicroBatchRecord
 
 METER_FILE = "meter.json"
 HOST_KEYS = ("num_real_tokens", "num_supervised_tokens", "rows")
 MODEL_KEYS = ("input_ids", "labels", "position_ids")
+MAX_SKIPPED_IN_A_ROW = 10
+"""fp16 steps left out in a row before the run is stopped: each halves the loss scale, from 65,536 at first."""
 CHANGED_FOR_TRAINING = ("use_cache", "output_router_logits", "router_aux_loss_coef")
 
 
@@ -41,7 +45,9 @@ class SftTrainer(SFTTrainer):
         model: base model or PEFT model, on its device.
         args: TRL's config, made by `trainer/build.py`.
         rows: what to train and what to evaluate on.
-        failure_dir: where the batch of a loss that is not finite is saved.
+        collator: makes the batches of both.
+
+    The batch of a loss that is not finite is saved beside the folder of the checkpoints (`args.output_dir`).
     """
 
     def __init__(
@@ -52,7 +58,6 @@ class SftTrainer(SFTTrainer):
         tokenizer: PreTrainedTokenizerBase,
         rows: tuple[RowDataset, RowDataset | None],
         collator: RowCollator,
-        failure_dir: Path,
         callbacks: list[TrainerCallback],
     ) -> None:
         adapters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
@@ -73,17 +78,32 @@ class SftTrainer(SFTTrainer):
             if name in adapters and parameter.dtype != adapters[name].dtype:
                 parameter.data = adapters[name]
         self.meter = Meter()
-        self.failure_dir = failure_dir
+        self.failure_dir = Path(str(args.output_dir)).parent
+        self._rows_collator = collator
         self._aux_losses: list[torch.Tensor] = []
         self._evaluated: dict[str, float] = {}
         self._evaluated_step = -1
         self._logged_step = 0
+        self._skipped_steps = 0
+        self._skipped_in_a_row = 0
 
     @property
     def trained(self) -> nn.Module:
         """The model; transformers declares its own attribute as one that may be missing."""
         assert self.model is not None
         return self.model
+
+    def train_from(self, checkpoint: Path | None) -> None:
+        """Trains from the beginning, or on from a checkpoint; one that holds the last step is only loaded, since
+        transformers would take a step more before it looks at how many were asked for."""
+        step = checkpoint_step(checkpoint) if checkpoint else None
+        if checkpoint is None or step is None:
+            self.train()
+        elif step < self.args.max_steps:
+            self.train(resume_from_checkpoint=str(checkpoint))
+        else:
+            self._load_from_checkpoint(str(checkpoint))
+            self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
 
     # --- one step
 
@@ -93,10 +113,10 @@ class SftTrainer(SFTTrainer):
         """Forward and backward of one micro-batch; returns its share of the step's loss."""
         self.meter.start_micro_batch()
         host = {key: inputs.pop(key) for key in HOST_KEYS}
-        input_ids = inputs["input_ids"]
+        num_slots = inputs["input_ids"].numel()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        record = MicroBatchRecord(host["rows"], input_ids, loss)
-        self.meter.count(record, num_real_tokens=host["num_real_tokens"])
+        record = MicroBatchRecord(host["rows"], loss)
+        self.meter.count(record, num_real_tokens=host["num_real_tokens"], num_slots=num_slots)
         return loss
 
     def compute_loss(
@@ -169,7 +189,7 @@ class SftTrainer(SFTTrainer):
             raise GateStopped(
                 f"the held-out loss is {loss} after step {self.state.global_step}",
                 place=str(self.failure_dir),
-                remedy="Lower training.learning_rate, or use bf16 in place of fp16. No adapter was written.",
+                remedy=f"Lower training.learning_rate, or use bf16 in place of fp16. {self._what_is_left()}",
             )
         return {"loss": loss, "tokens": num_tokens, "seconds": time.perf_counter() - started}
 
@@ -180,6 +200,8 @@ class SftTrainer(SFTTrainer):
         if "loss" in logs:
             self._stop_unless_finite(logs)
             logs = logs | self._training_figures()
+            if self.args.fp16:
+                logs["skipped_steps"] = self._skipped_steps
         Trainer.log(self, logs, start_time)
 
     def _training_figures(self) -> dict[str, float]:
@@ -202,19 +224,41 @@ class SftTrainer(SFTTrainer):
 
     def _stop_unless_finite(self, logs: dict[str, float]) -> None:
         grad_norm = logs.get("grad_norm", 0.0)
-        if math.isfinite(logs["loss"]) and math.isfinite(grad_norm):
+        is_finite = math.isfinite(logs["loss"])
+        if is_finite and math.isfinite(grad_norm):
+            self._skipped_in_a_row = 0
             return
+        if is_finite and self.args.fp16 and self.accelerator.optimizer_step_was_skipped:
+            # fp16's loss scale grows until a gradient overflows; that step is left out and the scale halved.
+            self._skipped_steps += 1
+            self._skipped_in_a_row += 1
+            if self._skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
+                return
         record = self.meter.first_not_finite()
         what = "the loss" if record is not None else "the gradient"
         record = record or self.meter.pending[-1]
-        path = save_failed_batch(record, self.failure_dir, step=self.state.global_step)
+        path = self._save_failed_batch(record)
         raise GateStopped(
             f"{what} is not finite at step {self.state.global_step} (loss {logs['loss']}, gradient norm {grad_norm}); "
             f"the batch (rows {record.rows}) was saved",
             place=str(path),
             remedy="Lower training.learning_rate, look at these rows, or use model.dtype=bf16 in place of fp16. "
-            "No adapter was written.",
+            + self._what_is_left(),
         )
+
+    def _what_is_left(self) -> str:
+        """Says which checkpoint a stopped run leaves; each was looked at before it was written."""
+        latest = scan_checkpoints(Path(str(self.args.output_dir))).latest
+        left = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
+        return f"No result was written; {left}."
+
+    def _save_failed_batch(self, record: MicroBatchRecord) -> Path:
+        """Saves a micro-batch as `failed_batch_step_<n>.npz` (`rows` [R]; `input_ids` and `labels` [R, L])."""
+        batch = self._rows_collator([self.train_dataset[row] for row in record.rows])
+        path = self.failure_dir / f"failed_batch_step_{self.state.global_step}.npz"
+        arrays = {name: batch[name].numpy() for name in ("input_ids", "labels", "position_ids")}
+        np.savez_compressed(path, allow_pickle=False, rows=np.array(record.rows), **arrays)
+        return path
 
     @contextmanager
     def config_as_loaded(self) -> Iterator[None]:
@@ -265,11 +309,3 @@ def _stand_in(rows: RowDataset) -> datasets.Dataset:
     """Returns the first row as the `datasets.Dataset` that TRL insists on, of which it looks at the first record only;
     the rows themselves take its place once TRL's constructor is done."""
     return datasets.Dataset.from_list([{key: rows[0][key].tolist() for key in ("input_ids", "labels")}])
-
-
-def save_failed_batch(record: MicroBatchRecord, folder: Path, *, step: int) -> Path:
-    """Saves the tokens of a micro-batch as `failed_batch_step_<n>.npz` (`rows` [R], `input_ids` [R, L])."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"failed_batch_step_{step}.npz"
-    np.savez_compressed(path, rows=np.array(record.rows), input_ids=record.input_ids.cpu().numpy())
-    return path

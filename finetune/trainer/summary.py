@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune.console import Console
+from finetune.errors import FinetuneError, GateStopped, Interrupted
 from finetune.recipe.schema import Recipe
 from finetune.run.atomic import write_json, write_text
 from finetune.run.folder import RunFolder, Status
@@ -20,22 +23,8 @@ from finetune.run.html import render_html
 from finetune.run.metrics import read_metrics
 from finetune.run.plots import write_curves_png
 from finetune.run.report import ReportInputs, build_report
-from finetune.trainer.checks import Check
-from finetune.trainer.evaluation import Measurement
+from finetune.trainer.ending import Ending
 from finetune.trainer.prepare import Prepared
-
-
-@dataclass
-class Ending:
-    """What is known of a run when it ends, however it ends."""
-
-    status: Status = "failed"
-    message: str = ""
-    before: Measurement | None = None
-    after: Measurement | None = None
-    checks: list[Check] = field(default_factory=list)
-    timings: dict[str, float] = field(default_factory=dict)
-    artifacts: list[dict[str, object]] = field(default_factory=list)
 
 
 def show_plan(console: Console, prepared: Prepared) -> None:
@@ -63,11 +52,23 @@ def show_plan(console: Console, prepared: Prepared) -> None:
         f"trained {table.num_trainable:,} of {table.num_total:,} weights ({table.share:.3%}), "
         f"{table.checkpoint_bytes / 2**20:,.1f} MiB a checkpoint"
     )
+    if prepared.targets is None and model.dtype != torch.float32:
+        console.warning(
+            f"all weights are trained in {str(model.dtype).removeprefix('torch.')}, where small updates round away; "
+            "model.dtype=fp32 keeps them, for twice the memory."
+        )
     console.table(
         "",
         ("what is trained", "tensors", "weights", "dtype"),
         [(group.name, group.num_tensors, group.num_parameters, group.dtype) for group in table.groups],
     )
+
+
+def show_start(console: Console, prepared: Prepared, checkpoint: Path | None) -> None:
+    """Prints that training begins, or where it goes on."""
+    what = "an adapter" if prepared.targets is not None else "all weights"
+    how = f"continuing from {checkpoint.name}" if checkpoint else "training"
+    console.line(f"{how}: {what}, {prepared.steps.total_steps:,} steps")
 
 
 def save_result(run: RunFolder, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, object]]:
@@ -83,6 +84,37 @@ def save_result(run: RunFolder, model: nn.Module, tokenizer: PreTrainedTokenizer
     tokenizer.save_pretrained(folder)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return [{"name": name, "path": str(folder), "bytes": size}]
+
+
+@contextmanager
+def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, started: float) -> Iterator[Ending]:
+    """Gives the run's ending to be filled, and writes status and report of it, also where the run fails."""
+    ending = Ending(started)
+    run.set_status("running")
+    try:
+        yield ending
+        ending.status = "done"
+    except BaseException as error:
+        ending.status = _status_of(error)
+        ending.message = error.message if isinstance(error, FinetuneError) else type(error).__name__
+        try:
+            _close(run, recipe, prepared, ending)
+        except OSError as second:  # such as a full disk: the first error is the one to tell
+            error.add_note(f"the report could not be written: {second}")
+        raise
+    _close(run, recipe, prepared, ending)
+
+
+def _close(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -> None:
+    ending.timings["total_seconds"] = time.perf_counter() - ending.started
+    run.set_status(ending.status)
+    ending.report = write_report(run, recipe, prepared, ending)
+
+
+def _status_of(error: BaseException) -> Status:
+    if isinstance(error, Interrupted | KeyboardInterrupt):
+        return "interrupted"
+    return "stopped" if isinstance(error, GateStopped) else "failed"
 
 
 def write_report(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -> dict[str, Any]:

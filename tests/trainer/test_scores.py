@@ -20,7 +20,16 @@ def test_exact_match(prediction: str, reference: str, score: float) -> None:
 
 def test_the_mean_is_over_pairs() -> None:
     assert mean_score(exact_match, ["a", "b", "c", "d"], ["a", "x", "c", "y"]) == 0.5
-    assert mean_score(exact_match, [], []) == 0.0
+
+
+def test_a_score_that_fails_or_is_no_number_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "bad.py"
+    for body, problem in (("1 / 0", "ZeroDivisionError"), ("'many'", "ValueError"), ("None", "TypeError")):
+        path.write_text(f"def score(prediction, reference):\n    return {body}\n")
+        with pytest.raises(RecipeError) as caught:
+            mean_score(load_scores([str(path)])["bad"], ["a"], ["b"])
+        assert problem in caught.value.message
+        assert str(path) in caught.value.place
 
 
 def test_a_users_file(tmp_path: Path) -> None:

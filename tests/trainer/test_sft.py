@@ -81,11 +81,11 @@ def test_packed_loss_and_gradients_equal_unpacked(folder: Path, tmp_path: Path) 
     assert_same_trajectory(results[0][1], results[1][1], relative=1e-4)
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
-def test_evaluation_loss_does_not_depend_on_the_batch(folder: Path, tmp_path: Path, packing: bool) -> None:
+def test_evaluation_loss_depends_neither_on_the_batch_nor_on_packing(folder: Path, tmp_path: Path) -> None:
+    """P32: the same number for batches of 1 and 4 rows, packed and unpacked."""
     values = []
-    for micro in (1, 4):
-        made = recipe(folder, tmp_path / f"{micro}", data={"packing": packing})
+    for micro, packing in ((1, True), (4, True), (1, False), (4, False)):
+        made = recipe(folder, tmp_path / f"{micro}-{packing}", data={"packing": packing})
         made["data"]["eval"] = [{"path": str(folder / "eval.jsonl")}]
         made["training"]["rows_per_micro_batch"] = micro
         trainer, prepared = build(made)
@@ -93,7 +93,7 @@ def test_evaluation_loss_does_not_depend_on_the_batch(folder: Path, tmp_path: Pa
         assert prepared.dataset.eval is not None
         assert metrics["eval_tokens"] == prepared.dataset.eval.num_supervised_tokens
         values.append(metrics["eval_loss"])
-    assert values[0] == pytest.approx(values[1], rel=1e-5)
+    assert values == pytest.approx([values[0]] * 4, rel=1e-5)
 
 
 def test_evaluation_is_training_loss_without_the_step(folder: Path, tmp_path: Path) -> None:
@@ -161,8 +161,39 @@ def test_a_loss_that_is_not_finite_stops_the_run(folder: Path, tmp_path: Path) -
     assert trainer.state.global_step == 3
     assert "step 3" in caught.value.message
     saved = np.load(caught.value.place)
-    assert saved["input_ids"].shape[1] == 128
     assert saved["rows"].tolist()
+    row = trainer.train_dataset[int(saved["rows"][0])]
+    assert saved["input_ids"][0, : len(row["input_ids"])].tolist() == row["input_ids"].tolist()
+    assert "there is no checkpoint yet" in caught.value.remedy
+
+
+def test_the_last_good_checkpoint_is_named(folder: Path, tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    from finetune.trainer.callbacks.checkpoints import CheckpointsCallback
+
+    class Poison(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 3:
+                next(p for p in model.parameters() if p.requires_grad).data[0] = float("nan")
+
+    made = recipe(folder, tmp_path / "run")
+    made["output"]["save_every_steps"] = 1
+    trainer, _ = build(made, callbacks=[CheckpointsCallback(), Poison()])
+    with pytest.raises(GateStopped) as caught:
+        trainer.train()
+    assert "checkpoint-3" in caught.value.remedy
+
+
+def test_a_checkpoint_of_the_last_step_is_loaded_and_not_trained_on(folder: Path, tmp_path: Path) -> None:
+    """transformers takes a step more, when resumed at its end, before it looks at how many were asked for."""
+    straight, _ = build(recipe(folder, tmp_path / "run"))
+    straight.train()
+    resumed, _ = build(recipe(folder, tmp_path / "other"))
+    resumed.train_from(tmp_path / "run" / "checkpoints" / "checkpoint-4")
+    assert resumed.state.global_step == 4
+    assert resumed.meter.real_tokens == straight.meter.real_tokens
+    assert_bitwise_equal(dict(resumed.model.state_dict()), dict(straight.model.state_dict()))
 
 
 def test_steps_that_no_regular_log_covers_are_looked_at(folder: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ _TRAIN_FIELDS = (
     "peak_memory_bytes",
     "elapsed_seconds",
     "aux_loss",
+    "skipped_steps",
 )
 _EVAL_FIELDS = ("eval_loss", "eval_tokens", "eval_seconds")
 # The stock trainer's timing of an evaluation: its rates count rows, which packing makes meaningless.

@@ -134,7 +134,8 @@ class TrainingSection(Section):
     warmup_fraction: float = Field(default=0.03, ge=0.0, lt=1.0)
     """Share of all steps over which the learning rate rises from zero."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
-    """`adamw` keeps its state in the format of the trained weights (fp32 for adapters), `adamw_8bit` in 8 bits, `paged_adamw_8bit` in memory that the host backs."""
+    """`adamw` keeps its state in the format of the trained weights (fp32 for adapters), `adamw_8bit` in 8 bits,
+    `paged_adamw_8bit` in memory that the host backs."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, ge=0.0)

@@ -97,6 +97,36 @@ def train(
     console.result(outcome.as_dict())
 
 
+@app.command()
+def preview(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file that describes the run.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values laid over the recipe: data.max_length=4096"),
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show.")] = 3,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write all of it as one page to FILE.")
+    ] = None,
+    is_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on stdout, the rest on stderr.")
+    ] = False,
+) -> None:
+    """Show rows as the model will see them, with what is learned; check the data. Needs a tokenizer, no weights."""
+    console = Console(is_json=is_json)
+    loaded = load_recipe(recipe, overrides=overrides or [])
+    prepare_process(model_is_local=Path(loaded.model.path).is_absolute())
+    try:
+        try:
+            from finetune.preview.run import preview as run_preview
+        except ModuleNotFoundError as error:
+            raise _missing_package(error) from error
+        shown = run_preview(loaded, console=console, num_rows=rows, html=html)
+    except KeyboardInterrupt as stop:  # Typer would turn this into a bare exit
+        raise Interrupted("stopped", remedy="Give the command again.") from stop
+    console.result(shown.as_dict())
+
+
 @runtime_checkable
 class _UsageFault(Protocol):
     """What Typer raises for wrong arguments; its own class is private, and another one in older releases."""

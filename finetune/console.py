@@ -49,6 +49,15 @@ class Console:
         """Prints text as it is."""
         _print(self._stream, Text(_visible(text), style=style))
 
+    @property
+    def has_color(self) -> bool:
+        """Says whether people's text may be coloured."""
+        return self._stream.color_system is not None and not self._stream.no_color
+
+    def spans(self, spans: Sequence[tuple[str, str]]) -> None:
+        """Prints stretches of text as they are, each in a style of its own: `(text, style)`."""
+        _print(self._stream, Text.assemble(*((_visible(text), style) for text, style in spans)))
+
     def note(self, text: str) -> None:
         """Prints something worth knowing that needs no action."""
         _print(self._stream, Text.assemble(("note: ", "cyan"), _visible(text)))

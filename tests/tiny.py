@@ -111,7 +111,8 @@ def make_recipe(model: Path, data: Path, out: Path, /, **sections: dict[str, Any
     recipe: dict[str, Any] = {
         "model": {"path": str(model), "device": "cpu"},
         "adapter": {"type": "lora", "rank": 4, "alpha": 8},
-        "data": {"train": [{"path": str(data)}], "max_length": 64, "cache": False},
+        # Files of `make_chat_file` are made of so few words that some conversations are in any two of them.
+        "data": {"train": [{"path": str(data)}], "max_length": 64, "cache": False, "leakage": "keep"},
         "training": {
             "rows_per_step": 4,
             "rows_per_micro_batch": 2,

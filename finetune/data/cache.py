@@ -1,11 +1,11 @@
-"""Keep tokenized samples in the user's cache folder, keyed by content.
+"""The key of the token cache: a hash of everything that tokens and labels depend on, and why an entry was missed.
 
-The key is a hash of everything that the samples depend on: the bytes of each data file (not its name or its time),
-the tokenizer with its chat template, the settings of the data section that change tokens or labels, and the version of
-this code. So a copied file hits, and one changed byte misses. A miss says what changed since the nearest entry.
+The key is made of the bytes of each data file (not its name or its time), the tokenizer with its chat template, the
+settings of the data section that change tokens or labels, and the version of this code. So a copied file hits, and one
+changed byte misses. A miss says what changed since the nearest entry. `entry.py` reads and writes the entries.
 
-An entry is written beside its place and renamed, so a reader sees all of it or nothing. The sizes of its arrays are
-checked when it is opened, not each byte, which would take as long as reading all of it.
+A file may be changed while it is read, and then its hash does not tell what was read. So its size and times are kept
+from before the hash and compared after the reading; where they differ it is hashed again, and another hash is an error.
 """
 
 from __future__ import annotations
@@ -13,23 +13,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from finetune.data.ledger import Ledger
-from finetune.data.store import SampleStore
-from finetune.errors import EnvironmentProblem
+from finetune.errors import DataError, EnvironmentProblem
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-DATA_VERSION = 1
+DATA_VERSION = 2
 """Raised by one whenever this package's code would make other tokens, labels or ledgers from the same input."""
 
 _COMPARED_ENTRIES = 50
@@ -88,55 +83,58 @@ def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode("utf-8")).hexdigest()
 
 
-def open_entry(key: CacheKey, *, paths: Sequence[str], say: Callable[[str], None]) -> tuple[SampleStore, Ledger] | None:
-    """Returns the entry of the key, its files named by `paths`; None on a miss. Says which it was, and why.
+@dataclass(frozen=True)
+class FileState:
+    """A data file as it was when it was hashed."""
 
-    A damaged entry is a miss too: it is said, and the entry is written again by `write_entry`.
-    """
-    folder = cache_folder() / key.digest
-    if not folder.is_dir():
-        say(f"Token cache: miss ({_explain_miss(key)})")
-        return None
+    path: str
+    sha256: str
+    stat: tuple[int, int, int, int]
+    """Inode, size, time of change of the content, time of change of anything."""
+
+    @classmethod
+    def of(cls, path: str) -> FileState:
+        """Hashes a file.
+
+        Raises:
+            DataError: it changes all the while.
+        """
+        before = _stat(path)
+        digest = file_digest(path)
+        if _stat(path) != before:
+            raise changed_while_read(path)
+        return cls(path, digest, before)
+
+    def require_unchanged(self) -> None:
+        """Raises where the file holds other bytes than it did.
+
+        Raises:
+            DataError: the file was changed.
+        """
+        if _stat(self.path) != self.stat and file_digest(self.path) != self.sha256:
+            raise changed_while_read(self.path)
+
+
+def changed_while_read(path: str) -> DataError:
+    """Returns the error for a file that did not hold still."""
+    return DataError(
+        "the file was changed while it was read",
+        place=path,
+        remedy="Wait until whatever writes the file has finished, then give the command again.",
+    )
+
+
+def _stat(path: str) -> tuple[int, int, int, int]:
     try:
-        store = SampleStore.load(folder)
-        ledger = Ledger.from_dict(json.loads((folder / "ledger.json").read_text(encoding="utf-8")))
-        if ledger.samples != len(store) or ledger.tokens_kept != store.num_tokens:
-            raise ValueError("ledger.json does not fit the samples")
-        found = store.with_paths(tuple(paths)), ledger.with_paths(paths)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError, EOFError) as error:
-        say(f"Token cache: entry {folder} is damaged ({error}); building it again")
-        return None
-    say(f"Token cache: hit ({folder})")
-    return found
-
-
-def write_entry(key: CacheKey, *, store: SampleStore, ledger: Ledger, say: Callable[[str], None]) -> None:
-    """Publishes an entry in one step. A cache that cannot be written costs time, so it is said and no error."""
-    root = cache_folder()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
-        try:
-            store.save(aside)
-            (aside / "ledger.json").write_text(json.dumps(ledger.as_dict()), encoding="utf-8")
-            (aside / "key.json").write_text(json.dumps(key.parts), encoding="utf-8")
-            _publish(aside, root / key.digest)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        found = os.stat(path)
     except OSError as error:
-        say(f"Token cache: cannot be written ({error}); the run goes on without it")
+        raise DataError(
+            "the file went away while it was read", place=path, remedy="Put it back, then give the command again."
+        ) from error
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _publish(aside: Path, target: Path) -> None:
-    """Renames the new entry to its place; an old one there (damaged, or another run's) is moved out of the way."""
-    if target.exists():
-        old = Path(tempfile.mkdtemp(prefix=".old-", dir=target.parent))
-        target.rename(old / "entry")
-        shutil.rmtree(old, ignore_errors=True)
-    aside.rename(target)
-
-
-def _explain_miss(key: CacheKey) -> str:
+def explain_miss(key: CacheKey) -> str:
     """Names the parts of the key that differ from the entry that differs least."""
     best: list[str] | None = None
     for entry in islice(cache_folder().glob("*/key.json"), _COMPARED_ENTRIES):

@@ -1,97 +1,95 @@
 r"""Turn a conversation into tokens and labels, the same way for training and for generation.
 
-Chat goes through the tokenizer's own chat template. Its text is tokenized once, without further special tokens, so a
-BOS that the template writes is there exactly once. Where the answers are is found without knowing any marker: the
-conversation is rendered again with one answer replaced by a probe, and the text that differs is that answer.
+Chat goes through the tokenizer's own chat template (`template.py`). Its text is tokenized once, without further special
+tokens, so a BOS that the template writes is there exactly once. Where the answers are is found without knowing any
+marker (`marks.py`, `spans.py`):
 
     rendered    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
-    with probe  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n000<|im_end|>\n
-    supervised                                                         ^^^^^^^^^^^^^^^^
+    learned                                                            ^^^^^^^^^^^^^^^^
 
-The supervised span is the answer and the special token that ends the turn. What the template writes before the answer,
-such as a header, a channel or an empty think block, is not learned; a think block that is part of the content is,
-unless the template leaves it out of earlier turns.
+Learned is what the model generates, with the special token that ends the turn. What the template writes before an
+answer, such as a header, a channel or an empty think block, is not. A turn that calls tools or shows its reasoning is
+learned from the end of the generation prompt on, as all that follows is the model's. `docs/labels.md` has each case.
 
 Borders are exact. Where the tokenizer would merge the last prompt character and the first answer character into one
-token (a content that starts with a line break, say), the text is tokenized in pieces cut at the borders, which is what
-generation does too: it tokenizes the prompt alone. White space that the template writes between its generation prompt
-and the answer, or between the answer and the end token, is learned with the answer, as the model must produce it
-(`[INST] Hi [/INST] Hello </s>`, where generation starts after `[/INST]`).
-
-Templates that print today's date give other tokens on another day. A template with a `date_string` variable gets a
-fixed date; one that only calls `strftime_now` (gpt-oss) cannot be told, and keeps the day of the run.
+token (a content that starts with a line break, say), the text is tokenized in pieces cut at the borders (`tokens.py`),
+which is what generation does too: it tokenizes the prompt alone. White space that the template writes between its
+generation prompt and the answer, or between the answer and the end token, is learned with the answer, as the model
+must produce it (`[INST] Hi [/INST] Hello </s>`, where generation starts after `[/INST]`).
 """
 
 from __future__ import annotations
 
+import datetime
 import re
-from typing import TYPE_CHECKING, Any, Literal, cast
-from unicodedata import normalize
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 
 from finetune.data.load import shorten
-from finetune.data.spans import AnswerSpan, difference, probe_for, think_start
+from finetune.data.notes import RenderNotes
+from finetune.data.spans import AnswerSpan, TurnFinder, TurnSpan
+from finetune.data.template import ChatTemplate, prints_today, texts_in, turns_of
+from finetune.data.tokens import TextTokenizer
+from finetune.data.turns import with_reasoning_apart
 from finetune.data.types import IGNORE_INDEX, Conversation, Message, PromptReference, Sample
 from finetune.errors import DataError, EnvironmentProblem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+__all__ = ["LossOn", "Renderer", "Turns", "prints_today"]
+
 LossOn = Literal["assistant", "last_assistant", "completion", "all"]
-
-FIXED_DATE = "26 Jul 2024"
-"""The date that templates with a `date_string` variable print; Llama 3.1's own default."""
-
-
-def prints_today(chat_template: str | dict[str, str] | None) -> bool:
-    """Tells whether a template writes today's date and cannot be given another."""
-    return "strftime_now" in str(chat_template) and "date_string" not in str(chat_template)
-
-
-def render(conversation: Conversation, *, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> Sample:
-    """Tokenizes and labels one conversation.
-
-    Kind `chat` uses the chat template. Kind `completion` is the prompt, the completion and EOS, prompt and completion
-    tokenized apart, BOS first where the tokenizer adds one. Kind `text` is BOS, document, EOS and learned whole.
-    Control tokens written out in a completion record or a document are read as such; in a chat they are an error.
-
-    Raises:
-        DataError: the conversation cannot be rendered, or its labels would not be exactly its answers.
-    """
-    return Renderer(tokenizer).render(conversation, loss_on=loss_on)
-
-
-def prompt_reference(conversation: Conversation, *, tokenizer: PreTrainedTokenizerBase) -> PromptReference | None:
-    """Returns the prompt of the last answer, as training sees it, and that answer; None for plain text.
-
-    The prompt of a last turn that calls tools is None too: such a turn has no text to compare with.
-    """
-    return Renderer(tokenizer).prompt_reference(conversation)
+Turns = Literal["together", "separate"]
 
 
 class Renderer:
-    """Renders conversations with one tokenizer; holds what is the same for all of them."""
+    """Renders conversations with one tokenizer; holds what is the same for all of them.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    Args:
+        date: what a template that prints today's date writes; None takes today, and keeps it for this renderer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, date: datetime.date | None = None) -> None:
         if not tokenizer.is_fast:
             raise EnvironmentProblem(
                 f"the tokenizer {type(tokenizer).__name__} has no fast (Rust) version",
                 remedy="Use a model folder that holds a tokenizer.json.",
             )
-        self._tokenizer = tokenizer
-        tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        tokens |= {str(token) for token in (tokenizer.bos_token, tokenizer.eos_token) if token}
-        # Longest first: of two tokens where one starts with the other, the tokenizer takes the longer.
-        names = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"
-        self._special = re.compile(names)
-        self._turn_end = re.compile(rf"\s*(?:{names})")
-        with_specials = self._ids_of("a", add_special_tokens=True)
-        self._adds_bos = tokenizer.bos_token_id is not None and with_specials[:1] == [tokenizer.bos_token_id]
+        self._has_template = tokenizer.chat_template is not None
+        self._special = _special_tokens(tokenizer)
+        self._template = ChatTemplate(tokenizer, date=date)
+        eos = str(tokenizer.eos_token) if tokenizer.eos_token else None
+        self._finder = TurnFinder(self._template, special=self._special, eos_token=eos)
+        self._tokens = TextTokenizer(tokenizer)
+        self.pinned_date = self._template.pinned_date
+        """The date in rendered texts; None where the template prints none."""
+        self.notes = self._new_notes()
+        """Counts over all that this renderer made since they were last taken."""
+
+    def take_notes(self) -> RenderNotes:
+        """Returns the counts so far and begins new ones; `RenderNotes.merge` joins them."""
+        taken, self.notes = self.notes, self._new_notes()
+        return taken
+
+    def _new_notes(self) -> RenderNotes:
+        return RenderNotes(date=self.pinned_date.isoformat() if self.pinned_date else None)
 
     def render(self, conversation: Conversation, *, loss_on: LossOn) -> Sample:
-        """Does what the function `render` does."""
+        """Tokenizes and labels one conversation.
+
+        Kind `chat` uses the chat template. Kind `completion` is the prompt, the completion and EOS, prompt and
+        completion tokenized apart, BOS first where the tokenizer adds one. Kind `text` is BOS, document, EOS and
+        learned whole. Control tokens written out in a completion record or a document are read as such; in a chat
+        they are an error. A message's own choice (`Message.is_learned`) comes before `loss_on`.
+
+        Raises:
+            DataError: the conversation cannot be rendered, or its labels would not be exactly its answers.
+        """
+        conversation = self._as_template_reads(conversation)
         if loss_on == "completion" and not _has_completion(conversation):
             raise DataError(
                 "`loss_on: completion` needs prompt/completion records",
@@ -102,20 +100,41 @@ class Renderer:
             sample = self._render_chat(conversation, loss_on)
         elif conversation.kind == "completion":
             prompt, answer = self._completion_ids(conversation)
-            learn_prompt = loss_on == "all"
-            sample = _sample_of([(prompt, learn_prompt), (answer, True)], conversation)
+            sample = _sample_of([(prompt, loss_on == "all"), (answer, True)], conversation)
         else:
             sample = _sample_of([(self._document_ids(conversation), True)], conversation)
-        if sample.num_supervised_tokens == 0:
+        return _require_labels(sample)
+
+    def render_all(self, conversation: Conversation, *, loss_on: LossOn, turns: Turns) -> list[Sample]:
+        """Tokenizes and labels one conversation as one sample, or as one for each learned turn.
+
+        `separate` renders each learned turn as the last one of what precedes it, so that what is trained is what is
+        generated, even where the template writes earlier turns otherwise (without their reasoning, say). The prompt
+        is repeated in each sample: the tokens of a conversation grow with the square of its turns.
+
+        Raises:
+            DataError: as `render`; or `separate` is asked for with `loss_on: all`, which would learn prompts twice.
+        """
+        conversation = self._as_template_reads(conversation)
+        if turns == "together" or conversation.kind != "chat":
+            return [self.render(conversation, loss_on=loss_on)]
+        if loss_on == "all":
             raise DataError(
-                "no token of this record would be learned",
+                "`turns: separate` would learn the prompt tokens of `loss_on: all` once for each turn",
                 place=str(conversation.origin),
-                remedy="Remove the record, or choose other tokens with `data.loss_on`.",
+                remedy="Set `data.turns: together`, or `data.loss_on: assistant`.",
             )
-        return sample
+        learned = _learned_turns(conversation, loss_on)
+        if not learned:
+            return [self.render(conversation, loss_on=loss_on)]
+        return [self._render_turn(conversation, index, loss_on) for index in learned]
 
     def prompt_reference(self, conversation: Conversation) -> PromptReference | None:
-        """Does what the function `prompt_reference` does."""
+        """Returns the prompt of the last answer, as training sees it, and that answer; None for plain text.
+
+        The prompt of a last turn that calls tools is None too: such a turn has no text to compare with.
+        """
+        conversation = self._as_template_reads(conversation)
         if conversation.kind == "text":
             return None
         if conversation.kind == "completion":
@@ -125,259 +144,195 @@ class Renderer:
             last = _answers(conversation)[-1]
             if conversation.messages[last].extra.get("tool_calls"):
                 return None
-            text, ids, spans = self._tokenize_chat(conversation, supervised=[last])
-            prompt_ids = ids[: spans[last].first_token]
-            prompt, reference = text[: spans[last].start], conversation.messages[last].content
+            text, turns = self._find_turns(conversation, needed=[last])
+            span = AnswerSpan(turns[last].start, turns[last].end)
+            earlier = [AnswerSpan(turn.start, turn.end) for index, turn in turns.items() if index < last]
+            ids = self._tokens.rendered_ids(text, [*earlier, span], place=str(conversation.origin))
+            prompt_ids, prompt = ids[: span.first_token], text[: span.start]
+            reference = conversation.messages[last].content
         return PromptReference(np.asarray(prompt_ids, dtype=np.int32), prompt, reference, conversation.origin)
+
+    def _as_template_reads(self, conversation: Conversation) -> Conversation:
+        """Returns the conversation with `<think>` text where the template looks for an answer's reasoning."""
+        return with_reasoning_apart(conversation) if self._template.reads_reasoning_apart else conversation
 
     # Completion and text
 
     def _completion_ids(self, conversation: Conversation) -> tuple[list[int], list[int]]:
-        prompt = self._with_bos(self._ids_of(conversation.text))
-        return prompt, self._with_eos(self._ids_of(conversation.completion), conversation)
+        prompt = self._tokens.with_bos(self._tokens.ids_of(conversation.text))
+        answer = self._tokens.ids_of(conversation.completion)
+        return prompt, self._tokens.with_eos(answer, place=str(conversation.origin))
 
     def _document_ids(self, conversation: Conversation) -> list[int]:
-        return self._with_bos(self._with_eos(self._ids_of(conversation.text), conversation))
-
-    def _with_bos(self, ids: list[int]) -> list[int]:
-        bos = cast("int", self._tokenizer.bos_token_id)
-        return [bos, *ids] if self._adds_bos and ids[:1] != [bos] else ids
-
-    def _with_eos(self, ids: list[int], conversation: Conversation) -> list[int]:
-        eos = cast("int | None", self._tokenizer.eos_token_id)
-        if eos is None:
-            raise DataError(
-                "the tokenizer has no EOS token, so the model would never learn to stop",
-                place=str(conversation.origin),
-                remedy="Set `eos_token` in the model's tokenizer_config.json.",
-            )
-        return ids if ids[-1:] == [eos] else [*ids, eos]
-
-    def _ids_of(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]  # type: ignore[return-value]
+        ids = self._tokens.ids_of(conversation.text)
+        return self._tokens.with_bos(self._tokens.with_eos(ids, place=str(conversation.origin)))
 
     # Chat
 
     def _render_chat(self, conversation: Conversation, loss_on: LossOn) -> Sample:
-        supervised = _supervised_answers(conversation, loss_on)
-        _, ids, spans = self._tokenize_chat(conversation, supervised=supervised)
+        _require_choices(conversation, loss_on)
+        choices = _choices(conversation, loss_on)
+        learned = _learned_turns(conversation, loss_on)
+        # Of `all` only the turns that the record takes out have to be known.
+        needed = learned if loss_on != "all" else [index for index in choices if _takes_out(conversation, index)]
+        text, turns = self._find_turns(conversation, needed=needed)
+        spans: list[AnswerSpan] = []
+        for index, turn in turns.items():
+            spans += _spans_of(conversation, index, turn, is_learned=choices[index])
+            if index in learned:
+                is_last = index == len(conversation.messages) - 1
+                self.notes.add_turn(conversation.origin, turn, is_last=is_last)
+        return self._label(conversation, text, spans, learn_rest=loss_on == "all")
+
+    def _render_turn(self, conversation: Conversation, index: int, loss_on: LossOn) -> Sample:
+        """Renders the messages up to one turn, of which only that one is learned."""
+        _require_choices(conversation, loss_on)
+        is_learned = _choices(conversation, loss_on)[index]
+        part = replace(conversation, messages=conversation.messages[: index + 1])
+        text, turns = self._find_turns(part, needed=[index])
+        text, turn = self._finder.as_generated(part, text, turns[index])
+        self.notes.add_turn(conversation.origin, turn, is_last=True)
+        # No other border than this turn's: generation tokenizes its prompt as one text.
+        return _require_labels(self._label(part, text, _spans_of(part, index, turn, is_learned=is_learned)))
+
+    def _label(
+        self, conversation: Conversation, text: str, spans: list[AnswerSpan], *, learn_rest: bool = False
+    ) -> Sample:
+        """Tokenizes rendered text and labels its spans; `learn_rest` learns what lies between them too."""
+        ids = self._tokens.rendered_ids(text, spans, place=str(conversation.origin))
         input_ids = np.asarray(ids, dtype=np.int32)
-        labels = np.full_like(input_ids, IGNORE_INDEX)
-        if loss_on == "all":
-            labels[:] = input_ids
-        for index in supervised:
-            tokens = slice(spans[index].first_token, spans[index].last_token)
-            labels[tokens] = input_ids[tokens]
+        labels = input_ids.copy() if learn_rest else np.full_like(input_ids, IGNORE_INDEX)
+        for span in spans:
+            tokens = slice(span.first_token, span.last_token)
+            labels[tokens] = input_ids[tokens] if span.is_learned else IGNORE_INDEX
         labels[:1] = IGNORE_INDEX
         return Sample(input_ids, labels, conversation.origin)
 
-    def _tokenize_chat(
-        self, conversation: Conversation, *, supervised: list[int]
-    ) -> tuple[str, list[int], dict[int, AnswerSpan]]:
-        """Returns the rendered text, its tokens and the span of each answer by its message index.
+    def _find_turns(self, conversation: Conversation, *, needed: Collection[int]) -> tuple[str, dict[int, TurnSpan]]:
+        """Returns the rendered text and the assistant's turns in it, in order, by message.
 
-        All answers are located, supervised or not, so that the tokens do not depend on `loss_on`; an answer that is
-        not supervised and cannot be located has no span.
+        All turns are located, learned or not, so that the tokens do not depend on `loss_on`; a turn that is not needed
+        and cannot be located is left out.
         """
         self._require_renderable(conversation)
-        text = self._apply_template(conversation.messages, conversation)
-        spans: dict[int, AnswerSpan] = {}
-        for index in _answers(conversation):
-            try:
-                spans[index] = self._locate(conversation, text, index)
-            except DataError:
-                if index in supervised:
-                    raise
-        ids = self._tokenize_whole(text, spans)
-        if ids is None:
-            ids = self._tokenize_pieces(conversation, text, spans)
-        for index in supervised:
-            self._verify(conversation, text, ids, spans[index])
-        return text, ids, spans
+        place = str(conversation.origin)
+        text = self._template.render(turns_of(conversation), tools=conversation.tools, place=place)
+        turns: dict[int, TurnSpan] = {}
+        for index, turn in self._finder.find(conversation, text).items():
+            if isinstance(turn, TurnSpan):
+                turns[index] = turn
+            elif index in needed:
+                raise turn
+        return text, turns
 
     def _require_renderable(self, conversation: Conversation) -> None:
         place = str(conversation.origin)
-        if self._tokenizer.chat_template is None:
+        if not self._has_template:
             raise DataError(
                 "the tokenizer has no chat template, and the record is a conversation",
                 place=place,
                 remedy="Set `model.chat_template` to a Jinja file, or store the data as prompt and completion strings.",
             )
-        for index, message in enumerate(conversation.messages):
-            for text in (message.content, *(value for value in message.extra.values() if isinstance(value, str))):
+        named = [(f"message {number}", (message.content, message.extra)) for number, message in _numbered(conversation)]
+        for name, value in [*named, ("the definition of a tool", conversation.tools)]:
+            for text in texts_in(value):
                 found = self._special.search(text)
                 if found is None:
                     continue
                 raise DataError(
-                    f"message {index + 1} contains the control token {found.group()}, which the model would read as "
+                    f"{name} contains the control token {found.group()}, which the model would read as "
                     f"a border between turns, near {shorten(text[max(0, found.start() - 20) :][:60])}",
                     place=place,
                     remedy="Remove it from the text, or write it otherwise; the chat template adds control tokens.",
                 )
 
-    def _apply_template(
-        self, messages: tuple[Message, ...], conversation: Conversation, *, add_generation_prompt: bool = False
-    ) -> str:
-        template = self._tokenizer.chat_template
-        variables: dict[str, Any] = {"date_string": FIXED_DATE} if "date_string" in str(template) else {}
-        turns = [{"role": message.role, "content": message.content, **message.extra} for message in messages]
-        try:
-            return self._tokenizer.apply_chat_template(
-                turns,
-                tools=list(conversation.tools) or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )  # type: ignore[return-value]
-        except (TemplateError, TypeError, ValueError) as error:
-            # A template is a program of the model's maker; these are the types it fails with on data it does not take.
-            raise DataError(
-                f"the chat template refuses this conversation: {error}",
-                place=str(conversation.origin),
-                remedy="Change the roles or contents to what the model's template takes, or set `model.chat_template`.",
-            ) from error
 
-    def _locate(self, conversation: Conversation, text: str, index: int) -> AnswerSpan:
-        """Returns the characters of one answer and of the token that ends its turn."""
-        message = conversation.messages[index]
-        place = str(conversation.origin)
-        if message.extra.get("tool_calls"):
-            raise DataError(
-                f"message {index + 1} calls tools, and learning tool calls is not supported",
-                place=place,
-                remedy="Remove the record, or learn other turns with `data.loss_on: last_assistant`.",
-            )
-        probe = probe_for(message.content)
-        probed = self._apply_template(_replaced(conversation, index, content=probe), conversation)
-        start, end = difference(text, probed)
-        probe_end = len(probed) - (len(text) - end)
-        is_plain = probed[start:probe_end] == probe
-        if not is_plain or text[start:end].strip() != message.content.strip():
-            start = think_start(text, start=start, end=end, content=message.content, is_plain=is_plain)
-            if start is None:
-                start = self._rewritten_think_start(conversation, text, index, end)
-        if start is None:
-            raise DataError(
-                f"the chat template changes or leaves out message {index + 1}: {shorten(message.content)}",
-                place=place,
-                remedy="Change the content to what the template keeps, or set `model.chat_template`.",
-            )
-        generation_start = self._generation_start(conversation, text, index)
-        if generation_start is not None and text[generation_start:start].isspace():
-            start = generation_start
-        if self._shows_reasoning(conversation, text, index):
-            start = generation_start
-            if start is None:
-                raise DataError(
-                    f"message {index + 1} has reasoning that the chat template shows apart from its generation prompt",
-                    place=place,
-                    remedy="Put the reasoning into the content, or remove it from the record.",
-                )
-        turn_end = self._turn_end.match(text, end)
-        if turn_end is None:
-            raise DataError(
-                f"the chat template puts no special token after message {index + 1}, so the model would never learn "
-                f"to stop; the text there is {shorten(text[end : end + 40])}",
-                place=place,
-                remedy="Set `model.chat_template` to a template that ends each answer with an end-of-turn token.",
-            )
-        return AnswerSpan(start, turn_end.end())
+def _choices(conversation: Conversation, loss_on: LossOn) -> dict[int, bool]:
+    """Returns whether each assistant message is learned: what it says itself, else what `loss_on` says of it."""
+    answers = _answers(conversation)
+    named = answers
+    if loss_on == "last_assistant":
+        named = answers[-1:]
+    elif loss_on == "completion":
+        named = [index for index in answers if index >= (conversation.num_prompt_messages or 0)]
+    own = {index: conversation.messages[index].is_learned for index in answers}
+    return {index: index in named if choice is None else choice for index, choice in own.items()}
 
-    def _rewritten_think_start(self, conversation: Conversation, text: str, index: int, end: int) -> int | None:
-        """Returns where an answer starts whose think block the template wrote again with other white space."""
-        content = conversation.messages[index].content
-        start = self._generation_start(conversation, text, index) if "</think>" in content else None
-        if start is None or "".join(text[start:end].split()) != "".join(content.split()):
-            return None
-        return start
 
-    def _shows_reasoning(self, conversation: Conversation, text: str, index: int) -> bool:
-        """Tells whether the message has reasoning beside its content, and the template writes it out."""
-        extra = conversation.messages[index].extra
-        names = [name for name in ("reasoning_content", "reasoning", "thinking") if extra.get(name)]
-        if not names:
-            return False
-        probed = {name: probe_for(str(extra[name])) for name in names}
-        return self._apply_template(_replaced(conversation, index, **probed), conversation) != text
+def _learned_turns(conversation: Conversation, loss_on: LossOn) -> list[int]:
+    """Returns the assistant messages that are learned, whole or in part, in order."""
+    choices = _choices(conversation, loss_on)
+    return [
+        index
+        for index, is_learned in choices.items()
+        if is_learned or any(part.is_learned for part in conversation.messages[index].parts)
+    ]
 
-    def _generation_start(self, conversation: Conversation, text: str, index: int) -> int | None:
-        """Returns where generation of the message would begin.
 
-        None where generation's prompt is not what training shows, or where the template takes no such prompt: nothing
-        before the message, or less than it wants to see.
-        """
-        if index == 0:
-            return None
-        try:
-            prompt = self._apply_template(conversation.messages[:index], conversation, add_generation_prompt=True)
-        except DataError:
-            return None
-        return len(prompt) if text.startswith(prompt) else None
+def _takes_out(conversation: Conversation, index: int) -> bool:
+    message = conversation.messages[index]
+    return message.is_learned is False or any(part.is_learned is False for part in message.parts)
 
-    # Tokens of rendered text
 
-    def _tokenize_whole(self, text: str, spans: dict[int, AnswerSpan]) -> list[int] | None:
-        """Tokenizes in one go and sets the spans' tokens; None when a token lies across a span's border."""
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids: list[int] = encoded["input_ids"]  # type: ignore[assignment]
-        offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        for span in spans.values():
-            first = int(np.searchsorted(offsets[:, 1], span.start, side="right"))
-            last = int(np.searchsorted(offsets[:, 0], span.end, side="left"))
-            span.first_token, span.last_token = first, last
-            # Decoding is the proof; offsets alone are not, as some tokenizers trim spaces from them.
-            if not self._decodes_to(ids[first:last], text[span.start : span.end]):
-                return None
-        return ids
+def _spans_of(conversation: Conversation, index: int, turn: TurnSpan, *, is_learned: bool) -> list[AnswerSpan]:
+    """Returns a turn's stretches: one, or several where the parts of its content differ in being learned.
 
-    def _tokenize_pieces(self, conversation: Conversation, text: str, spans: dict[int, AnswerSpan]) -> list[int]:
-        """Tokenizes the stretches between the spans' borders one by one, so that no token lies across a border.
+    Parts that do not choose are as `is_learned` says. White space before the content goes with the first part, the end
+    token with the last.
 
-        Raises:
-            DataError: the pieces do not add up to the text, as with tokenizers that put a space before every piece.
-        """
-        ids: list[int] = []
-        position = 0
-        for span in spans.values():
-            ids += self._ids_of(text[position : span.start])
-            span.first_token = len(ids)
-            ids += self._ids_of(text[span.start : span.end])
-            span.last_token = len(ids)
-            position = span.end
-        ids += self._ids_of(text[position:])
-        if self._decode(ids) != self._decode(self._ids_of(text)):
-            raise DataError(
-                "an answer begins with white space that this tokenizer joins with the prompt's",
-                place=str(conversation.origin),
-                remedy="Remove the white space at the start of the answers.",
-            )
-        return ids
-
-    def _verify(self, conversation: Conversation, text: str, ids: list[int], span: AnswerSpan) -> None:
-        """Raises unless the supervised tokens decode to exactly the answer and its end token."""
-        expected = text[span.start : span.end]
-        if self._decodes_to(ids[span.first_token : span.last_token], expected):
-            return
-        found = self._decode(ids[span.first_token : span.last_token])
+    Raises:
+        DataError: parts choose in a turn that has more than content.
+    """
+    message = conversation.messages[index]
+    choices = {part.is_learned for part in message.parts} | {is_learned}
+    if choices <= {None, is_learned}:
+        return [AnswerSpan(turn.start, turn.end, is_learned)]
+    if not turn.is_content_alone or turn.content_start is None:
         raise DataError(
-            f"the learned tokens decode to {shorten(found)} instead of the answer {shorten(expected)}",
+            f"message {index + 1} chooses for parts of its content whether they are learned, and has reasoning or tool "
+            "calls beside them, so that what else is learned is not said",
             place=str(conversation.origin),
-            remedy="The tokenizer does not keep this text; remove the record, or correct the tokenizer's files.",
+            remedy="Choose for the whole message, or remove the reasoning and the calls.",
         )
+    content = message.content
+    first = turn.content_start - (len(content) - len(content.lstrip()))
+    last = turn.content_start + len(content.strip())
+    spans: list[AnswerSpan] = []
+    position, offset = turn.start, 0
+    for number, part in enumerate(message.parts):
+        offset += len(part.text)
+        is_last = number == len(message.parts) - 1
+        end = turn.end if is_last else min(max(first + offset, turn.content_start), last)
+        part_learned = is_learned if part.is_learned is None else part.is_learned
+        if spans and spans[-1].is_learned == part_learned:
+            spans[-1].end = max(end, position)
+        elif end > position:
+            spans.append(AnswerSpan(position, end, part_learned))
+        position = max(end, position)
+    return spans
 
-    def _decodes_to(self, ids: list[int], expected: str) -> bool:
-        decoded = self._decode(ids)
-        # Many tokenizers normalise the text first: to NFC (Qwen3) or NFKC.
-        return decoded == expected or normalize("NFKC", decoded) == normalize("NFKC", expected)
 
-    def _decode(self, ids: list[int]) -> str:
-        """Decodes as in the middle of a text: some tokenizers drop a space at the very start."""
-        eos = cast("int | None", self._tokenizer.eos_token_id)
-        before = [] if eos is None else [eos]
-        text: str = self._tokenizer.decode(  # type: ignore[assignment]
-            before + ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text.removeprefix(str(self._tokenizer.eos_token or ""))
+def _require_choices(conversation: Conversation, loss_on: LossOn) -> None:
+    """Raises where a record chooses for a message of another than the assistant what cannot be done."""
+    for number, message in _numbered(conversation):
+        if message.role == "assistant":
+            continue
+        choices = {message.is_learned, *(part.is_learned for part in message.parts)}
+        if True in choices or (loss_on == "all" and False in choices):
+            wish = "to be learned" if True in choices else "not to be learned"
+            raise DataError(
+                f"message {number} ({message.role}) is marked {wish}, but only an assistant's message can choose",
+                place=str(conversation.origin),
+                remedy="Remove the mark; `data.loss_on: all` learns every token, `assistant` the answers only.",
+            )
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Returns a pattern of the tokenizer's special tokens, BOS and EOS among them; one that never matches if none."""
+    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokens |= {str(token) for token in (tokenizer.bos_token, tokenizer.eos_token) if token}
+    # Longest first: of two tokens where one starts with the other, the tokenizer takes the longer.
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)")
 
 
 def _sample_of(pieces: list[tuple[list[int], bool]], conversation: Conversation) -> Sample:
@@ -389,6 +344,16 @@ def _sample_of(pieces: list[tuple[list[int], bool]], conversation: Conversation)
     return Sample(input_ids, labels, conversation.origin)
 
 
+def _require_labels(sample: Sample) -> Sample:
+    if sample.num_supervised_tokens == 0:
+        raise DataError(
+            "no token of this record would be learned",
+            place=str(sample.origin),
+            remedy="Remove the record, or choose other tokens with `data.loss_on`.",
+        )
+    return sample
+
+
 def _has_completion(conversation: Conversation) -> bool:
     return conversation.kind == "completion" or conversation.num_prompt_messages is not None
 
@@ -397,22 +362,5 @@ def _answers(conversation: Conversation) -> list[int]:
     return [index for index, message in enumerate(conversation.messages) if message.role == "assistant"]
 
 
-def _supervised_answers(conversation: Conversation, loss_on: LossOn) -> list[int]:
-    """Returns the indices of the messages that are learned by span; none for `all`, which needs no spans."""
-    answers = _answers(conversation)
-    if loss_on == "all":
-        return []
-    if loss_on == "last_assistant":
-        return answers[-1:]
-    if loss_on == "completion":
-        return [index for index in answers if index >= (conversation.num_prompt_messages or 0)]
-    return answers
-
-
-def _replaced(
-    conversation: Conversation, index: int, *, content: str | None = None, **extra: str
-) -> tuple[Message, ...]:
-    """Returns the messages with the content or some extra fields of one of them replaced."""
-    old = conversation.messages[index]
-    new = Message(old.role, old.content if content is None else content, {**old.extra, **extra})
-    return (*conversation.messages[:index], new, *conversation.messages[index + 1 :])
+def _numbered(conversation: Conversation) -> list[tuple[int, Message]]:
+    return list(enumerate(conversation.messages, start=1))

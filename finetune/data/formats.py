@@ -2,66 +2,72 @@
 
 | format | keys of a record |
 |---|---|
-| `alpaca` | `instruction`, `output`; optional `input`, `system`, `history` (list of [question, answer]) |
-| `sharegpt` | `conversations`: list of `from` (human, gpt, system) and `value`; optional `system` |
-| `messages` | `messages`: list of `role` and `content`; optional `tools` |
-| `prompt_completion` | `prompt` and `completion`, both strings or both lists of messages |
+| `alpaca` | `instruction`, `output`; optional `input`, `system`, `history` (list of [question, answer]), `tools` |
+| `sharegpt` | `conversations`: list of `from` (human, gpt, system, ...) and `value`; optional `system`, `tools` |
+| `messages` | `messages`: list of `role` and `content`; optional `system`, `tools` |
+| `prompt_completion` | `prompt` and `completion`, both strings or both lists of messages; with messages also `tools` |
 | `text` | `text`, or a plain text file |
+| `preference` | `chosen` and `rejected`, with or without `prompt`; recognised, but not learned by `sft` |
+| `kto` | an answer with `label` or `kto_tag`; recognised, but not learned by `sft` |
+| `prompt_answer` | `prompt` and `answer` (GRPO); recognised, but not learned by `sft` |
 
 A converter either returns a Conversation or raises a DataError that names the record; it never returns nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, cast, get_args
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
-from finetune.data.load import Record, shorten
-from finetune.data.types import Conversation, Message, Origin, Role
+from finetune.data.load import Record
+from finetune.data.record_fields import empty, is_given, list_of, optional_text_of, text_of, value_of, wrong
+from finetune.data.shorten import shorten
+from finetune.data.tool_calls import require_defined, tools_of
+from finetune.data.turns import messages_of, sharegpt_messages_of, unknown_turn_keys
+from finetune.data.types import Conversation, Message, Origin
+from finetune.data.unlearnable import Unlearnable, describe_unlearnable, refuse_unlearnable, unlearnable_format
 from finetune.errors import DataError
 
-Format = Literal["alpaca", "sharegpt", "messages", "prompt_completion", "text"]
+Format = Literal["alpaca", "sharegpt", "messages", "prompt_completion", "text"] | Unlearnable
 
-_SHAPES: dict[Format, str] = {
+_SHAPES = {
     "alpaca": "alpaca (instruction, output)",
     "sharegpt": "sharegpt (conversations with from, value)",
     "messages": "messages (messages with role, content)",
     "prompt_completion": "prompt_completion (prompt, completion)",
     "text": "text (text)",
 }
-_ROLES: tuple[str, ...] = get_args(Role)
-_SHAREGPT_ROLES: dict[str, Role] = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
+_USED_KEYS = {
+    "alpaca": {"instruction", "input", "output", "system", "history", "tools"},
+    "sharegpt": {"conversations", "messages", "system", "tools"},
+    "messages": {"conversations", "messages", "system", "tools"},
+    "prompt_completion": {"prompt", "completion", "system", "tools"},
+    "text": {"text"},
 }
-_WEIGHT_KEYS = ("weight", "train")
+_REFUSED_KEYS = {
+    **dict.fromkeys(
+        ("images", "image", "audio", "audios", "video", "videos"), "Remove the key; only text can be trained on."
+    ),
+    **dict.fromkeys(
+        ("weight", "loss_weight", "sample_weight", "train", "mask"),
+        "Remove the key; mark single messages with a `weight` of 0 or 1, or set the source's `weight` to take all its "
+        "records more or less often.",
+    ),
+    "functions": "Write the definitions as `tools`.",
+    "chat_template_kwargs": "Remove the key; the chat template is given the same variables for every record.",
+}
 
 
 def recognise(record: Record, origin: Origin) -> Format:
-    """Returns the format of a record by its keys.
+    """Returns the format of a record by its keys; also those that `convert` refuses to learn.
 
     Raises:
-        DataError: the keys fit no format or several, or the record is preference data, whose rejected answers must
-            not be learned as if they were right.
+        DataError: the keys fit no format or several.
     """
-    if isinstance(record, str):
-        return "text"
-    _refuse_preference_data(record, origin)
-    fitting: list[Format] = []
-    if "instruction" in record and "output" in record:
-        fitting.append("alpaca")
-    turns_key = next((key for key in ("messages", "conversations") if key in record), None)
-    if turns_key is not None:
-        fitting.append("sharegpt" if _has_sharegpt_turns(record[turns_key]) else "messages")
-    if "prompt" in record and "completion" in record:
-        fitting.append("prompt_completion")
-    if "text" in record:
-        fitting.append("text")
+    fitting = _fitting(record)
     if len(fitting) == 1:
         return fitting[0]
+    assert not isinstance(record, str)
     keys = shorten(", ".join(map(str, record)))
     if fitting:
         raise DataError(
@@ -72,94 +78,189 @@ def recognise(record: Record, origin: Origin) -> Format:
     raise DataError(
         f"the record fits no known format; its keys are {keys}",
         place=str(origin),
-        remedy=f"Rename its keys to one of these: {'; '.join(_SHAPES.values())}.",
+        remedy="Name the columns by their role in the source's `columns`, such as {instruction: question, output: "
+        f"answer}}, or rename its keys to one of these: {'; '.join(_SHAPES.values())}.",
+    )
+
+
+def describe(record: Record, format: Format) -> str:
+    """Returns the format's name and, where it has several shapes, the one that this record has."""
+    if format in ("preference", "kto", "prompt_answer"):
+        return describe_unlearnable(record, format) if isinstance(record, dict) else format
+    if format == "prompt_completion" and isinstance(record, dict):
+        return f"{format} ({'messages' if isinstance(record.get('prompt'), list) else 'strings'})"
+    return format
+
+
+def require_same_format(record: Record, *, format: Format, origin: Origin, first: Origin) -> None:
+    """Raises where a record has the shape of another format than the source's first record.
+
+    A record that fits no format is left to `convert`, which names what it lacks.
+
+    Args:
+        first: where the first record stands, which decided the format.
+
+    Raises:
+        DataError: the record has another shape.
+    """
+    fitting = _fitting(record)
+    if not fitting or fitting == [format]:
+        return
+    if format in fitting:
+        recognise(record, origin)
+    raise DataError(
+        f"the record has the format {describe(record, fitting[0])}, but the source's first record ({first}) has the "
+        f"format {format}",
+        place=str(origin),
+        remedy="Put the records of each format into a file of their own, and name each file as a source.",
     )
 
 
 def convert(record: Record, *, format: Format, origin: Origin) -> Conversation:
-    """Returns the record as a Conversation.
+    """Returns the record as a Conversation; the keys that had no part in it are in its `unused_keys`.
 
     Raises:
         DataError: a key is missing, a value has the wrong type, an answer is empty, a role is unknown, no turn is the
-            assistant's, or the roles stand in an order that templates drop or misread.
+            assistant's, the roles stand in an order that templates drop or misread, a key would change the meaning
+            and is not supported, or the format is one that supervised training would learn wrongly.
     """
     if isinstance(record, str):
         record = {"text": record}
-    _refuse_preference_data(record, origin)
+    unlearnable = format if format in ("preference", "kto", "prompt_answer") else unlearnable_format(record)
+    # With a format named by the recipe, prompts with answers are what the recipe says, the other two never are.
+    if unlearnable is not None and (unlearnable == format or unlearnable != "prompt_answer"):
+        refuse_unlearnable(record, unlearnable, origin)
+    for key, remedy in _REFUSED_KEYS.items():
+        if is_given(record.get(key)):
+            raise DataError(
+                f"the key {key!r} is not supported, and ignoring it would change what is learned",
+                place=str(origin),
+                remedy=remedy,
+            )
     conversation = _CONVERTERS[format](record, origin)
     if conversation.kind == "chat":
         _require_order(conversation)
+        require_defined(conversation.messages, conversation.tools, origin)
     return conversation
 
 
-def _refuse_preference_data(record: dict[str, Any], origin: Origin) -> None:
-    marks = [key for key in ("chosen", "rejected", "kto_tag") if key in record]
-    if isinstance(record.get("label"), bool):
-        marks.append("label")
-    if marks:
-        raise DataError(
-            f"this is preference data (keys {', '.join(marks)}), which supervised training would learn wrongly",
-            place=str(origin),
-            remedy="Keep only the wanted answers and store them as messages or as prompt and completion.",
-        )
+def unused_line(keys: Iterable[str]) -> str:
+    """Returns the line that is said once of a source whose records had keys without a part; empty for none."""
+    listed = sorted(keys)
+    if not listed:
+        return ""
+    of_turns = " (a key of a message is handed to the chat template)" if any("[]" in key for key in listed) else ""
+    return f"not used: {', '.join(listed)}{of_turns}"
+
+
+def _fitting(record: Record) -> list[Format]:
+    if isinstance(record, str):
+        return ["text"]
+    unlearnable = unlearnable_format(record)
+    if unlearnable in ("preference", "kto"):
+        return [unlearnable]
+    fitting: list[Format] = []
+    if "instruction" in record and "output" in record:
+        fitting.append("alpaca")
+    turns_key = next((key for key in ("messages", "conversations") if key in record), None)
+    if turns_key is not None:
+        fitting.append("sharegpt" if _has_sharegpt_turns(record[turns_key]) else "messages")
+    if "prompt" in record and "completion" in record:
+        fitting.append("prompt_completion")
+    if unlearnable is not None:
+        fitting.append(unlearnable)
+    if "text" in record:
+        fitting.append("text")
+    return fitting
 
 
 def _has_sharegpt_turns(turns: Any) -> bool:
     return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
 
 
+def _unused(record: dict[str, Any], format: str, *, turns_key: str | None = None) -> tuple[str, ...]:
+    unused = set(record) - _USED_KEYS[format]
+    if turns_key is not None:
+        unused |= unknown_turn_keys(record, turns_key, is_sharegpt=format == "sharegpt")
+        unused |= {"conversations"} & set(record) - {turns_key}
+    return tuple(sorted(unused))
+
+
 def _from_alpaca(record: dict[str, Any], origin: Origin) -> Conversation:
     """The question is the instruction, followed after a blank line by the input where there is one."""
-    instruction = _text_of(record, "instruction", origin)
-    extra_input = _optional_text_of(record, "input", origin)
-    system = _optional_text_of(record, "system", origin)
-    messages = [Message("system", system)] if system.strip() else []
-    for index, pair in enumerate(_list_of(record, "history", origin) if record.get("history") else []):
+    instruction = text_of(record, "instruction", origin)
+    extra_input = optional_text_of(record, "input", origin)
+    messages: list[Message] = []
+    for index, pair in enumerate(list_of(record, "history", origin) if is_given(record.get("history")) else []):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
-            raise _wrong(f"history[{index}]", "a list of question and answer", pair, origin)
+            raise wrong(f"history[{index}]", "a list of question and answer", pair, origin)
         messages += [Message("user", pair[0]), _answer(pair[1], f"history[{index}][1]", origin)]
     question = f"{instruction}\n\n{extra_input}" if extra_input.strip() else instruction
-    messages += [Message("user", question), _answer(_text_of(record, "output", origin), "output", origin)]
-    return Conversation("chat", origin, tuple(messages))
+    if not question.strip():
+        raise empty("instruction", origin)
+    messages += [Message("user", question), _answer(text_of(record, "output", origin), "output", origin)]
+    tools = tools_of(record, origin)
+    with_system = _with_system(record, tuple(messages), origin)
+    return Conversation("chat", origin, with_system, tools=tools, unused_keys=_unused(record, "alpaca"))
 
 
 def _from_sharegpt(record: dict[str, Any], origin: Origin) -> Conversation:
-    key = "conversations" if "conversations" in record else "messages"
-    system = _optional_text_of(record, "system", origin)
-    messages = [Message("system", system)] if system.strip() else []
-    for index, turn in enumerate(_list_of(record, key, origin)):
-        where = f"{key}[{index}]"
-        if not isinstance(turn, dict):
-            raise _wrong(where, "an object with from and value", turn, origin)
-        speaker = _text_of(turn, "from", origin, where=where)
-        role = _SHAREGPT_ROLES.get(speaker)
-        if role is None:
-            raise _unknown_role(f"{where}.from", speaker, known=tuple(_SHAREGPT_ROLES), origin=origin)
-        value = _text_of(turn, "value", origin, where=where)
-        _refuse_weights(turn, where, origin)
-        messages.append(_answer(value, f"{where}.value", origin) if role == "assistant" else Message(role, value))
-    return Conversation("chat", origin, tuple(messages))
+    key = "messages" if _has_sharegpt_turns(record.get("messages")) else "conversations"
+    messages = _with_system(record, sharegpt_messages_of(record, key, origin), origin)
+    unused = _unused(record, "sharegpt", turns_key=key)
+    return Conversation("chat", origin, messages, tools=tools_of(record, origin), unused_keys=unused)
 
 
 def _from_messages(record: dict[str, Any], origin: Origin) -> Conversation:
     key = "conversations" if "conversations" in record and "messages" not in record else "messages"
-    return Conversation("chat", origin, _messages_of(record, key, origin), tools=_tools_of(record, origin))
+    messages = _with_system(record, messages_of(record, key, origin), origin)
+    unused = _unused(record, "messages", turns_key=key)
+    return Conversation("chat", origin, messages, tools=tools_of(record, origin), unused_keys=unused)
+
+
+def _with_system(record: dict[str, Any], messages: tuple[Message, ...], origin: Origin) -> tuple[Message, ...]:
+    """Returns the messages after the record's own system message, where it has one."""
+    system = optional_text_of(record, "system", origin)
+    if not system.strip():
+        return messages
+    if messages[0].role in ("system", "developer"):
+        raise DataError(
+            f"the record has a `system` and its first message has the role {messages[0].role} too",
+            place=str(origin),
+            remedy="Keep one of them.",
+        )
+    return (Message("system", system), *messages)
 
 
 def _from_prompt_completion(record: dict[str, Any], origin: Origin) -> Conversation:
-    prompt, completion = _value_of(record, "prompt", origin), _value_of(record, "completion", origin)
+    prompt, completion = value_of(record, "prompt", origin), value_of(record, "completion", origin)
+    unused = _unused(record, "prompt_completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        prompt, completion = _text_of(record, "prompt", origin), _text_of(record, "completion", origin)
+        prompt, completion = text_of(record, "prompt", origin), text_of(record, "completion", origin)
         for name, text in (("prompt", prompt), ("completion", completion)):
             if not text.strip():
-                raise _empty(name, origin)
-        return Conversation("completion", origin, text=prompt, completion=completion)
+                raise empty(name, origin)
+        for name in ("system", "tools"):
+            if is_given(record.get(name)):
+                raise DataError(
+                    f"the record has `{name}`, which has no place beside a prompt and a completion that are strings",
+                    place=str(origin),
+                    remedy=f"Write prompt and completion as lists of messages, or remove `{name}`.",
+                )
+        return Conversation("completion", origin, text=prompt, completion=completion, unused_keys=unused)
     if isinstance(prompt, list) and isinstance(completion, list):
-        before, after = _messages_of(record, "prompt", origin), _messages_of(record, "completion", origin)
+        before = _with_system(record, messages_of(record, "prompt", origin), origin)
+        after = messages_of(record, "completion", origin)
         if not any(message.role == "assistant" for message in after):
             raise DataError("completion has no assistant turn", place=str(origin), remedy="Add the answer.")
-        tools = _tools_of(record, origin)
-        return Conversation("chat", origin, before + after, tools=tools, num_prompt_messages=len(before))
+        return Conversation(
+            "chat",
+            origin,
+            before + after,
+            tools=tools_of(record, origin),
+            num_prompt_messages=len(before),
+            unused_keys=unused,
+        )
     found = f"{type(prompt).__name__} and {type(completion).__name__}"
     raise DataError(
         f"prompt and completion must be two strings or two lists of messages, found {found}",
@@ -169,75 +270,19 @@ def _from_prompt_completion(record: dict[str, Any], origin: Origin) -> Conversat
 
 
 def _from_text(record: dict[str, Any], origin: Origin) -> Conversation:
-    text = _text_of(record, "text", origin)
+    text = text_of(record, "text", origin)
     if not text.strip():
-        raise _empty("text", origin)
-    return Conversation("text", origin, text=text)
+        raise empty("text", origin)
+    return Conversation("text", origin, text=text, unused_keys=_unused(record, "text"))
 
 
-_CONVERTERS: dict[Format, Callable[[dict[str, Any], Origin], Conversation]] = {
+_CONVERTERS: dict[str, Callable[[dict[str, Any], Origin], Conversation]] = {
     "alpaca": _from_alpaca,
     "sharegpt": _from_sharegpt,
     "messages": _from_messages,
     "prompt_completion": _from_prompt_completion,
     "text": _from_text,
 }
-
-
-def _messages_of(record: dict[str, Any], key: str, origin: Origin) -> tuple[Message, ...]:
-    return tuple(
-        _message_of(turn, f"{key}[{index}]", origin) for index, turn in enumerate(_list_of(record, key, origin))
-    )
-
-
-def _message_of(turn: Any, where: str, origin: Origin) -> Message:
-    """Converts one message; keys beside role and content go to `extra` unless they are null."""
-    if not isinstance(turn, dict):
-        raise _wrong(where, "an object with role and content", turn, origin)
-    role = _text_of(turn, "role", origin, where=where)
-    if role not in _ROLES:
-        raise _unknown_role(f"{where}.role", role, known=_ROLES, origin=origin)
-    _refuse_weights(turn, where, origin)
-    extra = {name: value for name, value in turn.items() if name not in ("role", "content") and value is not None}
-    if extra.get("tool_calls") and turn.get("content") is None:
-        return Message(cast("Role", role), "", extra)
-    content = _content_of(turn, where, origin)
-    if role == "assistant" and not content.strip() and not extra.get("tool_calls"):
-        raise _empty(f"{where}.content", origin)
-    return Message(cast("Role", role), content, extra)
-
-
-def _content_of(turn: dict[str, Any], where: str, origin: Origin) -> str:
-    content = _value_of(turn, "content", origin, where=where)
-    if not isinstance(content, list):
-        return _text_of(turn, "content", origin, where=where)
-    parts = []
-    for index, part in enumerate(content):
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise _wrong(f"{where}.content[{index}]", "a part of type text", part, origin)
-        parts.append(_text_of(part, "text", origin, where=f"{where}.content[{index}]"))
-    return "".join(parts)
-
-
-def _tools_of(record: dict[str, Any], origin: Origin) -> tuple[dict[str, Any], ...]:
-    if not record.get("tools"):
-        return ()
-    tools = _list_of(record, "tools", origin)
-    for index, tool in enumerate(tools):
-        if not isinstance(tool, dict):
-            raise _wrong(f"tools[{index}]", "an object", tool, origin)
-    return tuple(tools)
-
-
-def _refuse_weights(turn: dict[str, Any], where: str, origin: Origin) -> None:
-    for key in _WEIGHT_KEYS:
-        if turn.get(key) is not None:
-            raise DataError(
-                f"{where}.{key}: weights of single messages are not supported, and ignoring them would change what "
-                "is learned",
-                place=str(origin),
-                remedy="Remove the key, and choose the turns that are learned with `data.loss_on`.",
-            )
 
 
 def _require_order(conversation: Conversation) -> None:
@@ -270,63 +315,5 @@ def _require_order(conversation: Conversation) -> None:
 
 def _answer(content: str, where: str, origin: Origin) -> Message:
     if not content.strip():
-        raise _empty(where, origin)
+        raise empty(where, origin)
     return Message("assistant", content)
-
-
-def _value_of(record: dict[str, Any], key: str, origin: Origin, *, where: str = "") -> Any:
-    if key not in record:
-        found = shorten(", ".join(map(str, record)))
-        raise DataError(
-            f"{where or 'the record'} has no key {key!r}; its keys are {found}",
-            place=str(origin),
-            remedy=f"Add {key!r}, or set the source's `format` to what the file holds.",
-        )
-    return record[key]
-
-
-def _text_of(record: dict[str, Any], key: str, origin: Origin, *, where: str = "") -> str:
-    value = _value_of(record, key, origin, where=where)
-    name = f"{where}.{key}" if where else key
-    if not isinstance(value, str):
-        raise _wrong(name, "a string", value, origin)
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{name} holds half of a surrogate pair at character {error.start}: {shorten(value[error.start :])}",
-            place=str(origin),
-            remedy="Write the file again with whole characters; the text was cut inside an escaped one.",
-        ) from error
-    return value
-
-
-def _optional_text_of(record: dict[str, Any], key: str, origin: Origin) -> str:
-    return "" if record.get(key) is None else _text_of(record, key, origin)
-
-
-def _list_of(record: dict[str, Any], key: str, origin: Origin) -> list[Any]:
-    value = _value_of(record, key, origin)
-    if not isinstance(value, list):
-        raise _wrong(key, "a list", value, origin)
-    if not value:
-        raise DataError(f"{key} is an empty list", place=str(origin), remedy="Fill it, or remove the record.")
-    return value
-
-
-def _wrong(name: str, expected: str, value: Any, origin: Origin) -> DataError:
-    return DataError(
-        f"{name} must be {expected}, found {type(value).__name__}: {shorten(value)}",
-        place=str(origin),
-        remedy=f"Correct {name} in this record.",
-    )
-
-
-def _empty(name: str, origin: Origin) -> DataError:
-    return DataError(f"{name} is empty", place=str(origin), remedy="Fill it, or remove the record.")
-
-
-def _unknown_role(name: str, role: str, *, known: tuple[str, ...], origin: Origin) -> DataError:
-    return DataError(
-        f"{name}: unknown role {shorten(role)}", place=str(origin), remedy=f"Use one of: {', '.join(known)}."
-    )

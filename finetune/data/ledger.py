@@ -1,14 +1,25 @@
-"""Account for every record and token between the data files and the samples that are trained on."""
+"""Account for every record and token between the data files and the samples that are trained on.
+
+For each source and for all of them together:
+
+    records   = records_kept + records_split + records_dropped
+    tokens_in = tokens_kept + tokens_dropped + tokens_truncated
+
+A truncated record counts as kept, and its cut tokens as truncated; a record that was split gives several samples, as
+pieces of a long text or one for each turn. A malformed record has no tokens, as it was never read as text. What is set
+aside for evaluation was kept before and is counted apart: `samples` = trained on + held out, before weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from finetune.data.types import Origin, Sample
+from finetune.data.types import Origin
 
-DropReason = Literal["over_length", "no_label_after_truncation"]
+DropReason = Literal["over_length", "no_label_after_truncation", "duplicate", "also_in_eval"]
+"""Why a record that could be read is left out; a malformed one names its fault instead."""
 
 _ORIGINS_KEPT = 5
 
@@ -17,61 +28,86 @@ _ORIGINS_KEPT = 5
 class Dropped:
     """The records that were left out for one reason."""
 
-    reason: DropReason
+    reason: str
+    """A `DropReason`, or "malformed: " and the kind of fault."""
     records: int
     tokens: int
     first_origins: tuple[Origin, ...]
 
 
 @dataclass(frozen=True)
+class Note:
+    """Something that was left aside inside records that were kept, such as a key that no format uses."""
+
+    what: str
+    records: int
+    first_origins: tuple[Origin, ...]
+
+
+@dataclass(frozen=True)
 class SourceCount:
-    """What one data file gave."""
+    """What one source gave; the sums of the module's docstring hold for each."""
 
     path: str
-    format: str
-    records: int
-    samples: int
-    tokens: int
-    """Tokens of the samples that were kept."""
+    format: str = ""
+    weight: float | None = None
+    """The source's weight in the recipe; none where it has none."""
+    records: int = 0
+    records_kept: int = 0
+    records_split: int = 0
+    records_dropped: int = 0
+    records_truncated: int = 0
+    samples: int = 0
+    tokens_in: int = 0
+    tokens_kept: int = 0
+    tokens_dropped: int = 0
+    tokens_truncated: int = 0
+    tokens_supervised: int = 0
+    """Tokens of the kept samples that are learned."""
+
+    def __post_init__(self) -> None:
+        assert self.records == self.records_kept + self.records_split + self.records_dropped, self
+        assert self.tokens_in == self.tokens_kept + self.tokens_dropped + self.tokens_truncated, self
+        assert self.tokens_supervised <= self.tokens_kept, self
+        assert self.samples >= self.records_kept + self.records_split, self
+
+    def plus(self, **counts: int) -> SourceCount:
+        """Returns the count with these numbers added."""
+        return replace(self, **{name: getattr(self, name) + count for name, count in counts.items()})
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """What became of the records and tokens of a list of data files.
-
-    records = kept + dropped; tokens_in = tokens_kept + tokens_dropped + tokens_truncated. A record that was split
-    counts once as kept and gives several samples. Both sums are asserted.
-    """
+    """What became of the records and tokens of a list of sources; the sums are asserted."""
 
     records: int
     records_kept: int
-    samples: int
     records_split: int
+    records_dropped: int
     records_truncated: int
-    dropped: tuple[Dropped, ...]
+    samples: int
     tokens_in: int
     tokens_kept: int
     tokens_dropped: int
     tokens_truncated: int
     tokens_supervised: int
-    """Tokens of the kept samples that are learned."""
+    dropped: tuple[Dropped, ...]
+    notes: tuple[Note, ...]
     sources: tuple[SourceCount, ...]
     samples_held_out: int = 0
     """Kept samples that were set aside for evaluation."""
     tokens_held_out: int = 0
+    samples_taken: int | None = None
+    """Samples that one pass over the data trains on: kept, not held out, times the weights; none where all count once
+    and none is held out."""
+    tokens_taken: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.records == self.records_kept + self.records_dropped, self
-        assert self.tokens_in == self.tokens_kept + self.tokens_dropped + self.tokens_truncated, self
+        for name in _COUNTS:
+            assert getattr(self, name) == sum(getattr(source, name) for source in self.sources), (name, self)
+        assert self.records_dropped == sum(group.records for group in self.dropped), self
         assert self.tokens_dropped == sum(group.tokens for group in self.dropped), self
-        assert self.records == sum(source.records for source in self.sources), self
-        assert self.samples == sum(source.samples for source in self.sources), self
-        assert self.tokens_kept == sum(source.tokens for source in self.sources), self
-        assert self.tokens_supervised <= self.tokens_kept, self
-
-    @property
-    def records_dropped(self) -> int:
-        return sum(group.records for group in self.dropped)
+        assert 0 <= self.samples_held_out <= self.samples, self
 
     def summary_lines(self) -> list[str]:
         """Returns the ledger as lines for the console; the first always, the others where there is something to say."""
@@ -81,41 +117,45 @@ class Ledger:
             f"{self.tokens_supervised:,} learned ({share:.1f} %)"
         ]
         if len(self.sources) > 1:
-            lines += [
-                f"  {source.path} ({source.format}): {source.records:,} records, {source.samples:,} samples, "
-                f"{source.tokens:,} tokens"
-                for source in self.sources
-            ]
+            lines += [_source_line(source) for source in self.sources]
         for group in self.dropped:
-            origins = ", ".join(map(str, group.first_origins))
-            more = ", ..." if group.records > len(group.first_origins) else ""
-            lines.append(f"  dropped {group.records:,} ({group.reason}), {group.tokens:,} tokens: {origins}{more}")
+            places = _places(group.first_origins, group.records)
+            lines.append(f"  dropped {group.records:,} ({group.reason}), {group.tokens:,} tokens: {places}")
         if self.records_truncated:
             lines.append(f"  truncated {self.records_truncated:,} records, {self.tokens_truncated:,} tokens cut")
         if self.records_split:
-            pieces = self.samples - self.records_kept + self.records_split
-            lines.append(f"  split {self.records_split:,} records into {pieces:,} samples")
+            lines.append(f"  split {self.records_split:,} records into {self.samples - self.records_kept:,} samples")
         if self.samples_held_out:
             lines.append(f"  held out {self.samples_held_out:,} samples, {self.tokens_held_out:,} tokens")
+        if self.samples_taken is not None:
+            lines.append(f"  one pass takes {self.samples_taken:,} samples, {self.tokens_taken or 0:,} tokens")
+        for note in self.notes:
+            lines.append(f"  note: {note.what}: {note.records:,} records: {_places(note.first_origins, note.records)}")
         return lines
 
     def with_held_out(self, *, samples: int, tokens: int) -> Ledger:
         """Returns the ledger with the part that was set aside for evaluation."""
         return replace(self, samples_held_out=samples, tokens_held_out=tokens)
 
-    def with_paths(self, paths: Sequence[str]) -> Ledger:
-        """Returns the ledger with other names for its files, in the same order."""
-        renamed = dict(zip((source.path for source in self.sources), paths, strict=True))
+    def with_taken(self, *, samples: int, tokens: int) -> Ledger:
+        """Returns the ledger with what one pass trains on, where that differs from what was kept."""
+        return replace(self, samples_taken=samples, tokens_taken=tokens)
+
+    def shallow_dict(self) -> dict[str, Any]:
+        """Returns the fields by name, as they are."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def with_paths(self, paths: Mapping[str, str], *, sources: Sequence[str]) -> Ledger:
+        """Returns the ledger with other names: `paths` from old files to new, `sources` for the sources in order."""
+
+        def renamed(origins: tuple[Origin, ...]) -> tuple[Origin, ...]:
+            return tuple(Origin(paths[origin.path], origin.record) for origin in origins)
+
         return replace(
             self,
-            sources=tuple(replace(source, path=path) for source, path in zip(self.sources, paths, strict=True)),
-            dropped=tuple(
-                replace(
-                    group,
-                    first_origins=tuple(Origin(renamed[origin.path], origin.record) for origin in group.first_origins),
-                )
-                for group in self.dropped
-            ),
+            sources=tuple(replace(source, path=path) for source, path in zip(self.sources, sources, strict=True)),
+            dropped=tuple(replace(group, first_origins=renamed(group.first_origins)) for group in self.dropped),
+            notes=tuple(replace(note, first_origins=renamed(note.first_origins)) for note in self.notes),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,13 +168,44 @@ class Ledger:
 
         Raises:
             KeyError, TypeError: a value is missing or unknown.
+            AssertionError: the numbers do not add up.
         """
-        dropped = tuple(
-            Dropped(**{**group, "first_origins": tuple(Origin(**origin) for origin in group["first_origins"])})
-            for group in values["dropped"]
-        )
+        dropped = tuple(Dropped(**{**group, "first_origins": _origins(group)}) for group in values["dropped"])
+        notes = tuple(Note(**{**note, "first_origins": _origins(note)}) for note in values["notes"])
         sources = tuple(SourceCount(**source) for source in values["sources"])
-        return cls(**{**values, "dropped": dropped, "sources": sources})
+        return cls(**{**values, "dropped": dropped, "notes": notes, "sources": sources})
+
+
+_COUNTS = (
+    "records",
+    "records_kept",
+    "records_split",
+    "records_dropped",
+    "records_truncated",
+    "samples",
+    "tokens_in",
+    "tokens_kept",
+    "tokens_dropped",
+    "tokens_truncated",
+    "tokens_supervised",
+)
+
+
+def _origins(group: dict[str, Any]) -> tuple[Origin, ...]:
+    return tuple(Origin(**origin) for origin in group["first_origins"])
+
+
+def _places(origins: Sequence[Origin], count: int) -> str:
+    return ", ".join(map(str, origins)) + (", ..." if count > len(origins) else "")
+
+
+def _source_line(source: SourceCount) -> str:
+    weight = f", weight {source.weight:g}" if source.weight not in (None, 1.0) else ""
+    lost = f", {source.records_dropped:,} dropped" if source.records_dropped else ""
+    return (
+        f"  {source.path} ({source.format}{weight}): {source.records:,} records{lost}, {source.samples:,} samples, "
+        f"{source.tokens_kept:,} tokens"
+    )
 
 
 @dataclass
@@ -143,78 +214,70 @@ class _Group:
     tokens: int = 0
     first_origins: list[Origin] = field(default_factory=list)
 
+    def add(self, origin: Origin, *, tokens: int = 0, records: int = 1) -> None:
+        self.records += records
+        self.tokens += tokens
+        if len(self.first_origins) < _ORIGINS_KEPT:
+            self.first_origins.append(origin)
+
 
 class LedgerBuilder:
-    """Counts while the files are read; `Ledger` is the result."""
+    """Counts while the sources are read; `Ledger` is the result."""
 
     def __init__(self) -> None:
         self._sources: list[SourceCount] = []
-        self._dropped: dict[DropReason, _Group] = {}
-        self._counts: dict[str, int] = dict.fromkeys(
-            (
-                "records_kept",
-                "records_split",
-                "records_truncated",
-                "tokens_in",
-                "tokens_kept",
-                "tokens_dropped",
-                "tokens_truncated",
-                "tokens_supervised",
-            ),
-            0,
-        )
+        self._dropped: dict[str, _Group] = {}
+        self._notes: dict[str, _Group] = {}
+        self._pending: dict[str, int] = dict.fromkeys(_COUNTS, 0)
 
-    def open_source(self, path: str) -> None:
-        """Starts a data file; what is counted from here on belongs to it."""
-        self._sources.append(SourceCount(path, "", 0, 0, 0))
+    def open_source(self, path: str, *, weight: float | None = None) -> None:
+        """Starts a source; what is counted from here on belongs to it."""
+        self._close_source()
+        self._sources.append(SourceCount(path, weight=weight))
 
     def set_format(self, format: str) -> None:
-        """Notes the format of the current file."""
+        """Notes the format of the current source."""
         self._sources[-1] = replace(self._sources[-1], format=format)
 
-    def keep(self, sample: Sample, *, pieces: Sequence[Sample]) -> None:
-        """Counts a record that became one or several samples, maybe shorter than it was."""
-        kept = sum(len(piece) for piece in pieces)
-        lost = len(sample) - kept
-        self._add(
-            records_kept=1,
-            records_split=int(len(pieces) > 1),
-            records_truncated=int(lost > 0),
-            tokens_in=len(sample),
-            tokens_kept=kept,
-            tokens_truncated=lost,
-            tokens_supervised=sum(piece.num_supervised_tokens for piece in pieces),
-        )
-        source = self._sources[-1]
-        self._sources[-1] = replace(
-            source, records=source.records + 1, samples=source.samples + len(pieces), tokens=source.tokens + kept
-        )
+    def keep(self, num_tokens: int, *, pieces: Sequence[int], supervised: int) -> None:
+        """Counts a record of `num_tokens` that became samples of these lengths, `supervised` tokens of them learned."""
+        kept, count = sum(pieces), self._pending
+        count["records"] += 1
+        count["records_split" if len(pieces) > 1 else "records_kept"] += 1
+        count["records_truncated"] += int(kept < num_tokens)
+        count["samples"] += len(pieces)
+        count["tokens_in"] += num_tokens
+        count["tokens_kept"] += kept
+        count["tokens_truncated"] += num_tokens - kept
+        count["tokens_supervised"] += supervised
 
-    def drop(self, sample: Sample, *, reason: DropReason) -> None:
+    def drop(self, origin: Origin, *, num_tokens: int, reason: str) -> None:
         """Counts a record that is left out."""
-        self._add(tokens_in=len(sample), tokens_dropped=len(sample))
-        source = self._sources[-1]
-        self._sources[-1] = replace(source, records=source.records + 1)
-        group = self._dropped.setdefault(reason, _Group())
-        group.records += 1
-        group.tokens += len(sample)
-        if len(group.first_origins) < _ORIGINS_KEPT:
-            group.first_origins.append(sample.origin)
+        for name, number in (("records", 1), ("records_dropped", 1)):
+            self._pending[name] += number
+        self._pending["tokens_in"] += num_tokens
+        self._pending["tokens_dropped"] += num_tokens
+        self._dropped.setdefault(reason, _Group()).add(origin, tokens=num_tokens)
+
+    def note(self, what: str, origin: Origin) -> None:
+        """Counts a record of which a part was left aside."""
+        self._notes.setdefault(what, _Group()).add(origin)
 
     def finish(self) -> Ledger:
         """Returns the ledger, its sums asserted."""
-        dropped = tuple(
-            Dropped(reason, group.records, group.tokens, tuple(group.first_origins))
-            for reason, group in self._dropped.items()
-        )
+        self._close_source()
         return Ledger(
-            records=sum(source.records for source in self._sources),
-            samples=sum(source.samples for source in self._sources),
-            dropped=dropped,
+            **{name: sum(getattr(source, name) for source in self._sources) for name in _COUNTS},
+            dropped=tuple(
+                Dropped(reason, group.records, group.tokens, tuple(group.first_origins))
+                for reason, group in self._dropped.items()
+            ),
+            notes=tuple(Note(what, group.records, tuple(group.first_origins)) for what, group in self._notes.items()),
             sources=tuple(self._sources),
-            **self._counts,
         )
 
-    def _add(self, **counts: int) -> None:
-        for name, count in counts.items():
-            self._counts[name] += count
+    def _close_source(self) -> None:
+        """Adds what was counted to the source; once for each source, as a frozen count a record would be slow."""
+        if self._sources:
+            self._sources[-1] = self._sources[-1].plus(**self._pending)
+        self._pending = dict.fromkeys(_COUNTS, 0)

@@ -17,10 +17,10 @@ _ORIGINS_SHOWN = 5
 
 @dataclass
 class OverLength:
-    """Applies the policy to one sample after the other; with `error`, collects all and raises at the end.
+    """Applies the policy to one sample after the other, and counts the ones that were too long.
 
-    The samples of the whole data set are looked at before refusing, so that the message can say how many are too long
-    and how long a row would have to be.
+    With `error` all are kept until `error()` tells of them: the samples of the whole data set are looked at before
+    refusing, so that the message can say how many are too long and how long a row would have to be.
     """
 
     policy: Policy
@@ -55,18 +55,21 @@ class OverLength:
             return _split(sample, self.max_length)
         return [sample]
 
-    def finish(self) -> None:
-        """Raises what the policy `error` collected.
+    def merge(self, other: OverLength) -> None:
+        """Adds what was counted for later records."""
+        self.count += other.count
+        self.longest = max(self.longest, other.longest)
+        self.answer_tokens_beyond += other.answer_tokens_beyond
+        self.first_origins = (self.first_origins + other.first_origins)[:_ORIGINS_SHOWN]
 
-        Raises:
-            DataError: some samples are too long.
-        """
+    def error(self) -> DataError | None:
+        """Returns the error that the policy `error` collected; None where it has nothing to refuse."""
         if self.policy != "error" or not self.count:
-            return
+            return None
         origins = ", ".join(map(str, self.first_origins))
         more = ", ..." if self.count > len(self.first_origins) else ""
         samples = "1 sample is" if self.count == 1 else f"{self.count:,} samples are"
-        raise DataError(
+        return DataError(
             f"{samples} longer than `max_length` {self.max_length:,}, the longest {self.longest:,} tokens; truncating "
             f"would lose {self.answer_tokens_beyond:,} learned tokens: {origins}{more}",
             place=str(self.first_origins[0]),

@@ -1,51 +1,79 @@
 """Hold many tokenized samples in a few flat arrays, in memory or mapped from a folder.
 
-    input_ids  int32 [T]    all samples' tokens, one after the other
-    labels     int32 [T]    the same for labels
-    offsets    int64 [N+1]  sample i is input_ids[offsets[i]:offsets[i + 1]]
-    origins    int64 [N, 2] index into the table of paths, number of the record
+    input_ids   int32  [T]     all samples' tokens, one after the other
+    labels      int32  [T]     the same for labels
+    starts      int64  [N]     sample i is input_ids[starts[i]:starts[i] + lengths[i]]
+    lengths     int64  [N]     tokens of each sample
+    supervised  int64  [N]     tokens of each sample that are learned
+    digests     uint64 [N]     hash of the content of the record that the sample came from
+    origins     int64  [N, 2]  index into the table of paths, number of the record
 
-A million samples need no Python object each, and a saved store opens in the time that mapping five files takes.
+A million samples need no Python object each, and a saved store opens in the time that mapping its files takes.
+A selection of samples shares the tokens and has index arrays of its own: 48 bytes a sample.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data.types import IGNORE_INDEX, Origin, Sample
+from finetune.data.types import Origin, Sample
 
-_ARRAYS = {"input_ids": np.int32, "labels": np.int32, "offsets": np.int64, "origins": np.int64}
+_ARRAYS = {
+    "input_ids": np.int32,
+    "labels": np.int32,
+    "starts": np.int64,
+    "lengths": np.int64,
+    "supervised": np.int64,
+    "digests": np.uint64,
+    "origins": np.int64,
+}
 _MANIFEST = "store.json"
-_COUNT_CHUNK_TOKENS = 1 << 24
+_CHUNK_TOKENS = 1 << 24
+SPILL_TOKENS = 1 << 24
+"""Tokens that a builder holds in memory (8 bytes each) before it writes them to a temporary file."""
+
+
+def content_digest(input_ids: NDArray[np.int32]) -> int:
+    """Returns a 64-bit hash of a document's tokens; of a million documents two differing ones agree once in 10**7."""
+    return int.from_bytes(blake2b(input_ids.tobytes(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, eq=False)
 class SampleStore:
-    """An immutable sequence of samples; T tokens in N samples."""
+    """An immutable sequence of samples; N samples over T tokens, of which a selection uses a part."""
 
     input_ids: NDArray[np.int32]
     labels: NDArray[np.int32]
-    offsets: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    supervised: NDArray[np.int64]
+    digests: NDArray[np.uint64]
     origins: NDArray[np.int64]
     paths: tuple[str, ...]
+    max_id: int
+    """Largest token id of all samples (of the whole store, where this is a selection)."""
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> Sample:
         """Returns sample `index`; its arrays are views of the store's."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         index %= len(self)
-        tokens = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        start = int(self.starts[index])
+        tokens = slice(start, start + int(self.lengths[index]))
         return Sample(self.input_ids[tokens], self.labels[tokens], self.origin(index))
 
     def origin(self, index: int) -> Origin:
@@ -54,37 +82,29 @@ class SampleStore:
         return Origin(self.paths[path], int(record))
 
     @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sample [N]."""
-        return np.diff(self.offsets)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of all samples."""
-        return len(self.input_ids)
+        return int(self.lengths.sum())
 
     @cached_property
     def num_supervised_tokens(self) -> int:
-        """Tokens that are learned; counted in chunks, so that a mapped store is not read into memory at once."""
-        starts = range(0, len(self.labels), _COUNT_CHUNK_TOKENS)
-        return sum(int(np.count_nonzero(self.labels[at : at + _COUNT_CHUNK_TOKENS] != IGNORE_INDEX)) for at in starts)
+        """Tokens that are learned."""
+        return int(self.supervised.sum())
+
+    @cached_property
+    def record_numbers(self) -> NDArray[np.int64]:
+        """Number of the record that each sample came from, from 0 in the order of the samples [N].
+
+        The pieces of a record that was split stand side by side and have one number.
+        """
+        is_next = np.any(self.origins[1:] != self.origins[:-1], axis=1)
+        return np.concatenate([np.zeros(min(1, len(self)), dtype=np.int64), np.cumsum(is_next, dtype=np.int64)])
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> SampleStore:
-        """Returns a store in memory with these samples, in this order; a run of neighbours is copied at once."""
+        """Returns a store of these samples, in this order; no token is copied or read."""
         chosen = np.asarray(indices, dtype=np.int64)
-        offsets = np.zeros(len(chosen) + 1, dtype=np.int64)
-        np.cumsum(self.lengths[chosen], out=offsets[1:])
-        input_ids, labels = np.empty(offsets[-1], dtype=np.int32), np.empty(offsets[-1], dtype=np.int32)
-        breaks = np.flatnonzero(np.diff(chosen) != 1) + 1
-        firsts = np.concatenate([[0], breaks, [len(chosen)]])
-        for first, last in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
-            if first == last:
-                continue
-            source = slice(int(self.offsets[chosen[first]]), int(self.offsets[chosen[last - 1] + 1]))
-            target = slice(int(offsets[first]), int(offsets[last]))
-            input_ids[target] = self.input_ids[source]
-            labels[target] = self.labels[source]
-        return SampleStore(input_ids, labels, offsets, np.array(self.origins[chosen]), self.paths)
+        names = ("starts", "lengths", "supervised", "digests", "origins")
+        return replace(self, **{name: np.asarray(getattr(self, name)[chosen]) for name in names})
 
     def with_paths(self, paths: tuple[str, ...]) -> SampleStore:
         """Returns the store with other names for its files, in the same order."""
@@ -93,20 +113,27 @@ class SampleStore:
         return replace(self, paths=paths)
 
     def save(self, folder: Path) -> None:
-        """Writes the arrays and a manifest of their sizes into an existing folder."""
+        """Writes the arrays and a manifest of their sizes into an existing folder; the store must be no selection."""
+        assert self.num_tokens == len(self.input_ids), "a selection is not saved"
         for name in _ARRAYS:
-            np.save(folder / f"{name}.npy", np.ascontiguousarray(getattr(self, name)), allow_pickle=False)
+            values: NDArray[np.generic] = getattr(self, name)
+            target = np.lib.format.open_memmap(
+                folder / f"{name}.npy", mode="w+", dtype=values.dtype, shape=values.shape
+            )
+            for at in range(0, len(values), _CHUNK_TOKENS):
+                target[at : at + _CHUNK_TOKENS] = values[at : at + _CHUNK_TOKENS]
+            target.flush()
         manifest = {
             "paths": self.paths,
             "num_samples": len(self),
             "num_tokens": self.num_tokens,
-            "num_supervised_tokens": self.num_supervised_tokens,
+            "max_id": self.max_id,
         }
         (folder / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> SampleStore:
-        """Maps a saved store; nothing but the manifest and the array headers is read.
+        """Maps a saved store; nothing but the manifest and the small arrays is read.
 
         Raises:
             OSError, ValueError, KeyError: a file is missing, cut short or does not fit the others.
@@ -114,46 +141,91 @@ class SampleStore:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS}
         num_samples, num_tokens = int(manifest["num_samples"]), int(manifest["num_tokens"])
-        shapes = {
-            "input_ids": (num_tokens,),
-            "labels": (num_tokens,),
-            "offsets": (num_samples + 1,),
-            "origins": (num_samples, 2),
-        }
         for name, dtype in _ARRAYS.items():
-            if arrays[name].shape != shapes[name] or arrays[name].dtype != dtype:
+            length = num_tokens if name in ("input_ids", "labels") else num_samples
+            shape = (length, 2) if name == "origins" else (length,)
+            if arrays[name].shape != shape or arrays[name].dtype != dtype:
                 raise ValueError(f"{name}.npy does not fit {_MANIFEST}")
-        if arrays["offsets"][0] != 0 or arrays["offsets"][-1] != num_tokens:
-            raise ValueError("offsets.npy does not span the tokens")
-        store = cls(**arrays, paths=tuple(manifest["paths"]))
-        # Known from saving, so that no one has to read all labels to count them again.
-        store.__dict__["num_supervised_tokens"] = int(manifest["num_supervised_tokens"])
-        return store
+        ends = np.cumsum(arrays["lengths"])
+        if num_samples and (
+            ends[-1] != num_tokens or arrays["starts"][0] != 0 or np.any(arrays["starts"][1:] != ends[:-1])
+        ):
+            raise ValueError("the samples do not span the tokens")
+        return cls(**arrays, paths=tuple(manifest["paths"]), max_id=int(manifest["max_id"]))
 
 
 class StoreBuilder:
-    """Collects samples one by one; memory grows by 8 bytes a token and 24 a sample."""
+    """Collects samples; in memory up to `spill_tokens`, then in nameless temporary files that go with the process.
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = tuple(paths)
-        self._input_ids = array("i")
-        self._labels = array("i")
-        self._offsets = array("q", [0])
-        self._origins = array("q")
+    Memory grows by 48 bytes a sample; tokens past the limit cost disk, 8 bytes each, in `folder` or where TMPDIR says.
+    """
 
-    def add(self, sample: Sample, *, source: int) -> None:
-        """Appends a sample that comes from the `source`-th path."""
-        self._input_ids.frombytes(sample.input_ids.astype(np.int32, copy=False).tobytes())
-        self._labels.frombytes(sample.labels.astype(np.int32, copy=False).tobytes())
-        self._offsets.append(len(self._input_ids))
-        self._origins.extend((source, sample.origin.record))
+    def __init__(self, *, folder: Path | None = None, spill_tokens: int = SPILL_TOKENS) -> None:
+        self._folder, self._spill_tokens = folder, spill_tokens
+        self._paths: dict[str, int] = {}
+        self._tokens = {"input_ids": array("i"), "labels": array("i")}
+        self._files: dict[str, IO[bytes]] = {}
+        self._lengths, self._supervised, self._origins = array("q"), array("q"), array("q")
+        self._digests = array("Q")
+        self._max_id = -1
+
+    def add_path(self, path: str) -> int:
+        """Returns the index of a data file, a new one for a new file."""
+        return self._paths.setdefault(path, len(self._paths))
+
+    def add(self, sample: Sample, *, digest: int | None = None) -> None:
+        """Appends a sample; `digest` is that of its record where the sample is only a piece of it."""
+        if digest is None:
+            digest = content_digest(sample.input_ids)
+        self.add_tokens(sample.input_ids, sample.labels)
+        self.add_entry(len(sample), supervised=sample.num_supervised_tokens, digest=digest, origin=sample.origin)
+
+    def add_tokens(self, input_ids: NDArray[np.int32], labels: NDArray[np.int32]) -> None:
+        """Appends the tokens of one or many samples, whose entries follow by `add_entry`."""
+        if not len(input_ids):
+            return
+        self._max_id = max(self._max_id, int(input_ids.max()))
+        for name, values in (("input_ids", input_ids), ("labels", labels)):
+            self._tokens[name].frombytes(values.astype(np.int32, copy=False).tobytes())
+        if len(self._tokens["input_ids"]) >= self._spill_tokens:
+            self._spill()
+
+    def add_entry(self, length: int, *, supervised: int, digest: int, origin: Origin) -> None:
+        """Appends the next sample's place among the tokens."""
+        self._lengths.append(length)
+        self._supervised.append(supervised)
+        self._digests.append(digest)
+        self._origins.extend((self.add_path(origin.path), origin.record))
 
     def finish(self) -> SampleStore:
         """Returns the store; the arrays are handed over, not copied, so nothing may be added later."""
+        if self._files:
+            self._spill()
+        lengths = np.frombuffer(self._lengths, dtype=np.int64)
+        starts = np.zeros(len(lengths), dtype=np.int64)
+        np.cumsum(lengths[:-1], out=starts[1:])
         return SampleStore(
-            input_ids=np.frombuffer(self._input_ids, dtype=np.int32),
-            labels=np.frombuffer(self._labels, dtype=np.int32),
-            offsets=np.frombuffer(self._offsets, dtype=np.int64),
+            input_ids=self._flat("input_ids"),
+            labels=self._flat("labels"),
+            starts=starts,
+            lengths=lengths,
+            supervised=np.frombuffer(self._supervised, dtype=np.int64),
+            digests=np.frombuffer(self._digests, dtype=np.uint64),
             origins=np.frombuffer(self._origins, dtype=np.int64).reshape(-1, 2),
-            paths=self._paths,
+            paths=tuple(self._paths),
+            max_id=self._max_id,
         )
+
+    def _spill(self) -> None:
+        for name, values in self._tokens.items():
+            if name not in self._files:
+                self._files[name] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - lives as long as its map
+            values.tofile(self._files[name])
+            del values[:]
+
+    def _flat(self, name: str) -> NDArray[np.int32]:
+        if name not in self._files:
+            return np.frombuffer(self._tokens[name], dtype=np.int32)
+        file = self._files[name]
+        file.flush()
+        return np.memmap(file, dtype=np.int32, mode="r")

@@ -25,9 +25,22 @@ class Origin:
     path: str
     record: int
     """Number of the record in its file: the line of a JSONL file, else the record's position; from 1."""
+    line: int | None = field(default=None, compare=False)
+    """The line of a text file that the record starts on, where that is not its number."""
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.record}"
+        if self.line is None or self.line == self.record:
+            return f"{self.path}:{self.record}"
+        return f"{self.path}:{self.line} (record {self.record})"
+
+
+@dataclass(frozen=True)
+class ContentPart:
+    """A stretch of a message's content with its own choice of whether it is learned."""
+
+    text: str
+    is_learned: bool | None = None
+    """None leaves the choice to the message, and through it to the recipe."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,10 @@ class Message:
     content: str
     extra: dict[str, Any] = field(default_factory=dict)
     """Template variables beside the content, such as `tool_calls` or `reasoning_content`."""
+    is_learned: bool | None = None
+    """The record's own choice for this message; None leaves it to the recipe's `data.loss_on`."""
+    parts: tuple[ContentPart, ...] = ()
+    """The stretches that make up `content`, where the record chooses for some of them; else empty."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,13 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     num_prompt_messages: int | None = None
     """Of a prompt/completion record made of messages: how many of them are the prompt."""
+    unused_keys: tuple[str, ...] = ()
+    """Keys of the record that had no part in the conversation, such as `id`."""
+
+    @property
+    def calls_undefined_tools(self) -> bool:
+        """Whether it calls tools and defines none, so that the model would not be told of what it calls."""
+        return not self.tools and any(message.extra.get("tool_calls") for message in self.messages)
 
 
 @dataclass(frozen=True)

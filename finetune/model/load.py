@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils.quantization_config import Mxfp4Config
 
 from finetune.errors import EnvironmentProblem, RecipeError
 from finetune.model.config import ModelPlan
 from finetune.model.quantize import build_random_nf4, keep_training_layout, nf4_config
 from finetune.recipe.schema import ModelSection
-
-
-def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """Loads the model's tokenizer, with the recipe's chat template where it names one.
-
-    Raises:
-        EnvironmentProblem: the folder or hub id has no tokenizer.
-        RecipeError: the chat template's file cannot be read.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(section.path, revision=section.revision)
-    except (OSError, ValueError, KeyError) as error:
-        raise EnvironmentProblem(
-            f"the model's tokenizer cannot be read: {str(error).strip().splitlines()[0]}",
-            place=f"model.path: {section.path}",
-            remedy="The folder needs tokenizer.json and tokenizer_config.json beside config.json.",
-        ) from error
-    if section.chat_template is not None:
-        tokenizer.chat_template = _read_template(Path(section.chat_template))
-    return tokenizer
 
 
 def vocabulary_rows(model: PreTrainedModel) -> int:
@@ -126,14 +104,3 @@ def _require_complete(section: ModelSection, info: dict) -> None:
         place=f"model.path: {section.path}",
         remedy="Download the model again, or check that its weights belong to its config.json.",
     )
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(
-            f"the chat template cannot be read: {error}",
-            place=f"model.chat_template: {path}",
-            remedy="Name a Jinja file in UTF-8, or leave model.chat_template out to use the tokenizer's own.",
-        ) from error

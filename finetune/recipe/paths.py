@@ -14,6 +14,12 @@ from pathlib import Path
 from finetune.recipe.locate import Entry, Node
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
+HUB_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
+"""Names of data files end in one of these."""
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+"""Suffixes that may follow those of text files."""
+DATA_FILE = re.compile("(" + "|".join(map(re.escape, DATA_SUFFIXES + COMPRESSED_SUFFIXES)) + ")$", re.IGNORECASE)
 
 
 def resolve_paths(root: Node) -> Node:
@@ -43,6 +49,24 @@ def is_hub_id(model_path: str) -> bool:
     return not os.path.isabs(model_path)
 
 
+def is_hub_dataset(source_path: str) -> bool:
+    """Says whether a resolved `path` of a source is a hub id: it is no absolute path, and nothing of that name is here.
+
+    A name that ends like a data file is always a path, so a mistyped file is not looked for on the hub.
+    """
+    return _can_be_hub_dataset(source_path) and not os.path.lexists(source_path)
+
+
+def _can_be_hub_dataset(text: str) -> bool:
+    return HUB_DATASET.fullmatch(text) is not None and not DATA_FILE.search(text)
+
+
+def _source(text: str, folder: Path) -> str:
+    if _can_be_hub_dataset(text) and not os.path.lexists(folder / text):
+        return text
+    return absolute(text, folder)
+
+
 def _model(text: str, folder: Path) -> str:
     looks_like_path = text.startswith(("/", ".", "~"))
     if not looks_like_path and not (folder / text).is_dir() and HUB_ID.fullmatch(text):
@@ -57,8 +81,8 @@ def _metric(text: str, folder: Path) -> str:
 PATHS: dict[str, Callable[[str, Path], str]] = {
     "model.path": _model,
     "model.chat_template": absolute,
-    "data.train.*.path": absolute,
-    "data.eval.*.path": absolute,
+    "data.train.*.path": _source,
+    "data.eval.*.path": _source,
     "evaluation.metrics.*": _metric,
 }
 """Keys that hold input paths; `*` stands for every item of a list."""

@@ -5,13 +5,15 @@ Each rule takes a valid recipe and returns what it found wrong, or None. It neve
 
 from __future__ import annotations
 
+import datetime
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.recipe.locate import Plain
-from finetune.recipe.paths import is_hub_id
+from finetune.recipe.paths import is_hub_dataset, is_hub_id
 from finetune.recipe.schema import EvaluationSection, LoraAdapter, NoAdapter, Recipe
 
 METRICS = ("exact_match",)
@@ -77,6 +79,39 @@ def revision_needs_a_hub_id(recipe: Recipe) -> Violation | None:
     )
 
 
+def hub_fields_need_a_hub_dataset(recipe: Recipe) -> Violation | None:
+    """Files have no configuration, split or revision."""
+    lists = {"train": recipe.data.train, "eval": recipe.data.eval if isinstance(recipe.data.eval, list) else []}
+    for name, sources in lists.items():
+        for index, source in enumerate(sources):
+            for key in ("name", "split", "revision"):
+                value = getattr(source, key)
+                if value is not None and not is_hub_dataset(source.path):
+                    return Violation(
+                        keys=(f"data.{name}.{index}.{key}", f"data.{name}.{index}.path"),
+                        found=value,
+                        allowed="left out when `path` is a file or folder",
+                        reason=f"{source.path} is no hub id",
+                        remedy=f"Remove `{key}`, or give a hub id such as org/name as `path`.",
+                    )
+    return None
+
+
+def eval_sources_have_no_weight(recipe: Recipe) -> Violation | None:
+    """Every held-out record is looked at once; a weight there would change nothing."""
+    sources = recipe.data.eval if isinstance(recipe.data.eval, list) else []
+    for index, source in enumerate(sources):
+        if source.weight != 1.0:
+            return Violation(
+                keys=(f"data.eval.{index}.weight",),
+                found=source.weight,
+                allowed="left out",
+                reason="every record of `data.eval` is evaluated once",
+                remedy="Remove `weight`; to evaluate on fewer records, set `max_rows`.",
+            )
+    return None
+
+
 def chat_template_exists(recipe: Recipe) -> Violation | None:
     """The template file must be there before anything is loaded."""
     template = recipe.model.chat_template
@@ -134,6 +169,41 @@ def micro_batch_divides_the_step(recipe: Recipe) -> Violation | None:
     )
 
 
+def separate_turns_have_turns_to_learn(recipe: Recipe) -> Violation | None:
+    """One sample a turn repeats the prompts, which `loss_on: all` would learn once for each turn."""
+    if recipe.data.turns != "separate" or recipe.data.loss_on != "all":
+        return None
+    return Violation(
+        keys=("data.turns", "data.loss_on"),
+        found=recipe.data.turns,
+        allowed="together, while `data.loss_on` is all",
+        reason="each prompt would be learned once for every turn that follows it",
+        remedy="Set `data.turns: together`, or `data.loss_on: assistant`.",
+    )
+
+
+def date_is_a_day(recipe: Recipe) -> Violation | None:
+    """A date that a chat template prints is a day of the calendar, written so that it reads the same everywhere."""
+    found = recipe.data.date
+    if found is None or (re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", found) and _is_day(found)):
+        return None
+    return Violation(
+        keys=("data.date",),
+        found=found,
+        allowed="a day as YYYY-MM-DD",
+        reason="there is no such day, or it is written otherwise",
+        remedy="Write it like `data.date: 2026-01-31`, or leave it out to take the day of the run's start.",
+    )
+
+
+def _is_day(text: str) -> bool:
+    try:
+        datetime.date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
 def evaluation_needs_held_out_data(recipe: Recipe) -> Violation | None:
     """Asking for an evaluation without data to evaluate on is a mistake; the defaults ask for none."""
     if recipe.data.eval is not None:
@@ -187,10 +257,14 @@ RULES: tuple[Rule, ...] = (
     quantized_weights_need_an_adapter,
     full_fine_tuning_in_fp16_is_refused,
     revision_needs_a_hub_id,
+    hub_fields_need_a_hub_dataset,
+    eval_sources_have_no_weight,
     chat_template_exists,
     lora_targets_are_names,
     lora_leaves_the_lm_head_alone,
     micro_batch_divides_the_step,
+    separate_turns_have_turns_to_learn,
+    date_is_a_day,
     evaluation_needs_held_out_data,
     metrics_are_known,
     metric_names_differ,

@@ -75,15 +75,54 @@ Adapter = Annotated[
 ]
 
 
+class Columns(Section):
+    """Which column of the data plays which role, where the names differ."""
+
+    instruction: str | None = None
+    """Column that holds the question of an Alpaca record."""
+    input: str | None = None
+    """Column that holds what follows the instruction of an Alpaca record."""
+    output: str | None = None
+    """Column that holds the answer of an Alpaca record."""
+    history: str | None = None
+    """Column that holds the earlier questions and answers of an Alpaca record."""
+    system: str | None = None
+    """Column that holds the system message."""
+    messages: str | None = None
+    """Column that holds the list of messages."""
+    conversations: str | None = None
+    """Column that holds the list of ShareGPT turns."""
+    tools: str | None = None
+    """Column that holds the definitions of the tools."""
+    prompt: str | None = None
+    """Column that holds the prompt."""
+    completion: str | None = None
+    """Column that holds the completion."""
+    text: str | None = None
+    """Column that holds the document."""
+
+
 class Source(Section):
-    """One data file."""
+    """Data files of one format, or a dataset of the hub."""
 
     path: str = Field(min_length=1)
-    """JSON, JSONL, CSV, Parquet or plain text (`.txt`) file, relative to the recipe."""
+    """File (`.json`, `.jsonl`, `.csv`, `.tsv`, `.parquet`, `.arrow` or `.txt`; text also as `.gz` or `.zst`), folder
+    with such files, pattern such as `data/*.jsonl` (all relative to the recipe), or a hub id such as `org/name`."""
     format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"] = "auto"
-    """Shape of a record. `auto` recognises it from the first record's keys and says which it took."""
+    """Shape of a record. `auto` recognises it from the first record's keys, says which it took, and refuses a later
+    record of another shape."""
+    columns: Columns | None = None
+    """Column names of the data by the role they play, such as `{instruction: question, output: answer}`."""
+    weight: float = Field(default=1.0, gt=0.0, le=1000.0)
+    """How many times each record is taken in an epoch: 2 takes each twice, 0.5 a half drawn by `training.seed`."""
     max_rows: int | None = Field(default=None, ge=1)
     """Use only the first so many records."""
+    name: str | None = None
+    """Configuration of a hub dataset; none takes its default."""
+    split: str | None = None
+    """Split of a hub dataset; none takes `train`."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub dataset; none takes its main branch."""
 
 
 class EvalFraction(Section):
@@ -108,6 +147,24 @@ class DataSection(Section):
     loss_on: Literal["assistant", "last_assistant", "completion", "all"] = "assistant"
     """Tokens that are learned: all assistant turns, the last one only, the completion of prompt/completion
     records, or every token. Plain text always trains on every token."""
+    turns: Literal["together", "separate"] = "together"
+    """`together` makes one sample of a conversation. `separate` makes one for each learned turn, as the last of what
+    precedes it, which is how it is generated; it costs the prompt's tokens once for each turn, and is needed where
+    the chat template leaves the reasoning out of earlier turns."""
+    date: str | None = Field(default=None, json_schema_extra={"format": "date"})
+    """Date (YYYY-MM-DD) that a chat template which prints today's date writes; none takes the day of the run's start.
+    The run records it."""
+    malformed: Literal["error", "drop"] = "error"
+    """What to do with records that cannot be used: refuse the run, telling all of them by kind, or leave them out,
+    counted in the ledger with their places."""
+    duplicates: Literal["keep", "drop", "error"] = "keep"
+    """What to do with records of the training data that equal an earlier one once rendered. `keep` warns."""
+    leakage: Literal["error", "drop", "keep"] = "error"
+    """What to do with training records that equal one of `data.eval`: refuse the run, leave them out of the training
+    data, or keep them with a warning."""
+    unknown_control_tokens: Literal["error", "keep"] = "error"
+    """What to do with text written like a control token (`<|im_start|>`, `[INST]`) that this tokenizer does not have:
+    refuse the run, or learn it as plain text."""
     packing: bool = True
     """Put several samples into one row, each seeing only itself."""
     cache: bool = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
-from importlib.resources import files
 from pathlib import PurePath
 from typing import Any
 
@@ -22,6 +21,7 @@ from finetune.run.fragments import (
     render_pairs,
     render_rows,
 )
+from finetune.run.page import render_card, render_cards, render_page, render_section
 from finetune.run.series import extract_series
 
 _BADGES = {
@@ -43,44 +43,25 @@ def render_html(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]])
     body = "".join(
         (
             _outcome(report, title),
-            _section("Curves", _curves(metrics)),
-            _section("Answers before and after", _samples(report.get("samples") or ())),
-            _section(
-                "What is trained", _cards(_card(render_pairs(report["trained"]))) if report.get("trained") else ""
+            render_section("Curves", _curves(metrics)),
+            render_section("Answers before and after", _samples(report.get("samples") or ())),
+            render_section(
+                "What is trained",
+                render_cards(render_card(render_pairs(report["trained"]))) if report.get("trained") else "",
             ),
-            _section("Checks and results", _results(report)),
-            _section("Data", _ledgers(report.get("ledgers") or {})),
-            _section("Plan and time", _plan(report)),
-            _section("Environment", _environment(report.get("environment") or {})),
-            _section("Recipe", _recipe(report.get("recipe") or {})),
+            render_section("Checks and results", _results(report)),
+            render_section("Data", _ledgers(report.get("ledgers") or {})),
+            render_section("Plan and time", _plan(report)),
+            render_section("Environment", _environment(report.get("environment") or {})),
+            render_section("Recipe", _recipe(report.get("recipe") or {})),
         )
     )
-    style = files("finetune.run").joinpath("report.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)} - finetune</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n<footer>Made by finetune. The numbers are in report.json and metrics.jsonl."
-        "</footer>\n</main>\n</body>\n</html>\n"
-    )
+    return render_page(title, body, footer="The numbers are in report.json and metrics.jsonl.")
 
 
 def _run_name(report: Mapping[str, Any]) -> str:
     folder = (report.get("recipe") or {}).get("output", {}).get("dir", "")
     return PurePath(str(folder)).name or "run"
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>\n" if content else ""
-
-
-def _card(content: str) -> str:
-    return f'<div class="card">{content}</div>'
-
-
-def _cards(*cards: str) -> str:
-    return f'<div class="grid2">{"".join(cards)}</div>'
 
 
 def _outcome(report: Mapping[str, Any], title: str) -> str:
@@ -225,12 +206,12 @@ def _text(value: object) -> str:
 def _results(report: Mapping[str, Any]) -> str:
     cards = []
     if report.get("checks"):
-        cards.append(_card(f'<ul class="checks">{"".join(_check(item) for item in report["checks"])}</ul>'))
+        cards.append(render_card(f'<ul class="checks">{"".join(_check(item) for item in report["checks"])}</ul>'))
     parts = [(name, report.get(name.lower())) for name in ("Artifacts", "Checkpoints")]
     tables = [f"<h4>{name}</h4>{render_rows(rows)}" for name, rows in parts if rows]
     if tables:
-        cards.append(_card('<div class="gap"></div>'.join(tables)))
-    return _cards(*cards) if cards else ""
+        cards.append(render_card('<div class="gap"></div>'.join(tables)))
+    return render_cards(*cards) if cards else ""
 
 
 def _check(check: Mapping[str, Any]) -> str:
@@ -249,20 +230,20 @@ def _check(check: Mapping[str, Any]) -> str:
 
 def _ledgers(ledgers: Mapping[str, Any]) -> str:
     cards = [
-        _card(render_pairs(ledger, caption=humanize(str(name))))
+        render_card(render_pairs(ledger, caption=humanize(str(name))))
         for name, ledger in ledgers.items()
         if isinstance(ledger, Mapping) and ledger
     ]
     loose = {name: value for name, value in ledgers.items() if not isinstance(value, Mapping)}
     if loose:
-        cards.append(_card(render_pairs(loose)))
-    return _cards(*cards) if cards else ""
+        cards.append(render_card(render_pairs(loose)))
+    return render_cards(*cards) if cards else ""
 
 
 def _plan(report: Mapping[str, Any]) -> str:
     parts = [(report.get("plan"), "Plan"), (report.get("timings"), "Time")]
-    cards = [_card(render_pairs(pairs, caption=caption)) for pairs, caption in parts if pairs]
-    return _cards(*cards) if cards else ""
+    cards = [render_card(render_pairs(pairs, caption=caption)) for pairs, caption in parts if pairs]
+    return render_cards(*cards) if cards else ""
 
 
 def _environment(environment: Mapping[str, Any]) -> str:
@@ -271,12 +252,12 @@ def _environment(environment: Mapping[str, Any]) -> str:
     packages = environment.get("packages") or {}
     command = environment.get("command") or []
     rest = {key: value for key, value in environment.items() if key not in ("packages", "command")}
-    cards = [_card(render_pairs(rest, caption="Machine and program"))]
+    cards = [render_card(render_pairs(rest, caption="Machine and program"))]
     if packages:
-        cards.append(_card(render_pairs(packages, caption="Packages", is_verbatim=True)))
+        cards.append(render_card(render_pairs(packages, caption="Packages", is_verbatim=True)))
     line = " ".join(str(part) for part in command) if isinstance(command, list) else format_value("", command)
     shown = f'<div class="card" style="margin-top:14px"><h4>Command</h4><pre tabindex="0">{escape(line)}</pre></div>'
-    return _cards(*cards) + (shown if line else "")
+    return render_cards(*cards) + (shown if line else "")
 
 
 def _recipe(recipe: Mapping[str, Any]) -> str:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.build import Dataset, build_dataset
-from finetune.data.pack import PackPlan, one_sample_a_row, pack
+from finetune.data.build import Dataset, build_dataset, plan_rows
 from finetune.data.rows import RowDataset
 from finetune.data.store import SampleStore
 from finetune.errors import RecipeError
 from finetune.model.adapter import AdapterTargets, add_adapter, choose_targets
 from finetune.model.config import ModelPlan, plan_model
-from finetune.model.load import choose_pad_token, load_tokenizer, vocabulary_rows
+from finetune.model.load import choose_pad_token, vocabulary_rows
+from finetune.model.tokenizer import load_tokenizer
 from finetune.model.trainable import TrainableTable, trainable_table
 from finetune.recipe.schema import DataSection, LoraAdapter, Recipe
 from finetune.run.disk import require_disk_space
@@ -110,13 +110,6 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
     )
 
 
-def plan_rows(store: SampleStore, data: DataSection, *, seed: int) -> PackPlan:
-    """Packs the samples of a store, or gives each a row of its own."""
-    if data.packing:
-        return pack(store.lengths, max_length=data.max_length, seed=seed)
-    return one_sample_a_row(store.lengths, max_length=data.max_length)
-
-
 def _require_positions(data: DataSection, plan: ModelPlan) -> None:
     limit = getattr(plan.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and data.max_length > limit:
@@ -134,7 +127,7 @@ def _require_room(recipe: Recipe, table: TrainableTable) -> None:
 
 
 def _require_tokens_in_vocabulary(store: SampleStore, num_rows: int) -> None:
-    largest = int(store.input_ids.max())
+    largest = store.max_id
     if largest >= num_rows:
         raise RecipeError(
             f"the tokenizer gives the id {largest}, but the model's embedding has {num_rows} rows",

@@ -37,6 +37,8 @@ def show_plan(console: Console, prepared: Prepared) -> None:
     )
     for line in prepared.dataset.ledger.summary_lines():
         console.line(f"data    {line}")
+    for check in prepared.dataset.gate.warnings:
+        console.warning(f"data: {check.line()}")
     console.line(
         f"rows    {len(train):,} of {train.max_length:,} tokens: {train.num_tokens:,} real, {train.fill:.2%} filled, "
         f"{train.num_pad_tokens:,} padding"
@@ -139,7 +141,10 @@ def write_report(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: End
             timings=ending.timings,
             checkpoints=[{"path": str(path)} for path in run.scan_checkpoints().complete],
             artifacts=ending.artifacts,
-            checks=[check.as_dict() for check in ending.checks],
+            checks=[
+                *prepared.dataset.gate.check_dicts(),
+                *(check.as_dict() for check in ending.checks),
+            ],
         )
     )
     write_json(run.report_json, report)

@@ -104,6 +104,25 @@ def assets() -> Path:
 
 @pytest.fixture(scope="session", params=["qwen3", "llama3_1", "gpt-oss"])
 def real_tokenizer(request: pytest.FixtureRequest, assets: Path) -> Any:
+    return _asset_tokenizer(assets, request.param)
+
+
+def _asset_tokenizer(assets: Path, name: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(assets / "tokenizers" / request.param)
+    return AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
+
+
+@pytest.fixture(scope="session")
+def qwen(assets: Path) -> Any:
+    return _asset_tokenizer(assets, "qwen3")
+
+
+@pytest.fixture(scope="session")
+def llama(assets: Path) -> Any:
+    return _asset_tokenizer(assets, "llama3_1")
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(assets: Path) -> Any:
+    return _asset_tokenizer(assets, "gpt-oss")

@@ -45,9 +45,9 @@ def sample_of(ids: list[int], record: int = 1) -> Sample:
 
 
 def store_of(rows: list[list[int]]) -> SampleStore:
-    builder = StoreBuilder(["a.jsonl"])
+    builder = StoreBuilder()
     for number, ids in enumerate(rows, start=1):
-        builder.add(sample_of(ids, number), source=0)
+        builder.add(sample_of(ids, number))
     return builder.finish()
 
 
@@ -245,16 +245,17 @@ def test_ledger_counts_add_up_and_survive_json() -> None:
     builder = LedgerBuilder()
     builder.open_source("a.jsonl")
     builder.set_format("text")
-    whole = sample_of([1, 2, 3, 4, 5, 6])
-    builder.keep(whole, pieces=[whole])
-    builder.keep(whole, pieces=[sample_of([1, 2, 3, 4])])
-    builder.keep(whole, pieces=[sample_of([1, 2, 3]), sample_of([4, 5, 6])])
+    builder.keep(6, pieces=[6], supervised=5)
+    builder.keep(6, pieces=[4], supervised=3)
+    builder.keep(6, pieces=[3, 3], supervised=4)
     for record in range(7):
-        builder.drop(sample_of([1, 2], record), reason="over_length")
+        builder.drop(Origin("a.jsonl", record), num_tokens=2, reason="over_length")
+    builder.note("keys not used: x", Origin("a.jsonl", 1))
     ledger = builder.finish()
-    assert (ledger.records, ledger.records_kept, ledger.records_dropped, ledger.samples) == (10, 3, 7, 4)
+    assert (ledger.records, ledger.records_kept, ledger.records_split, ledger.records_dropped) == (10, 2, 1, 7)
+    assert ledger.samples == 4
     assert (ledger.tokens_in, ledger.tokens_kept, ledger.tokens_dropped, ledger.tokens_truncated) == (32, 16, 14, 2)
-    assert ledger.tokens_supervised == 5 + 3 + 2 + 2
+    assert ledger.tokens_supervised == 5 + 3 + 4
     assert len(ledger.dropped[0].first_origins) == 5
     assert any("split 1 records into 2 samples" in line for line in ledger.summary_lines())
     assert Ledger.from_dict(ledger.as_dict()) == ledger

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from finetune.data.formats import Format, convert, recognise
+from finetune.data.formats import Format, convert, describe, recognise, require_same_format, unused_line
 from finetune.data.types import Conversation, Message, Origin
 from finetune.errors import DataError
 
@@ -78,7 +78,7 @@ def test_messages_with_parts_tools_and_extra() -> None:
         Message("user", "ab"),
         Message("assistant", "", {"tool_calls": calls}),
         Message("tool", "1", {"tool_call_id": "x"}),
-        Message("assistant", "done", {"reasoning_content": "hm"}),
+        Message("assistant", "done", {"reasoning_content": "hm", "thinking": "hm"}),
     )
 
 
@@ -114,18 +114,114 @@ def test_ambiguous_shape_asks_for_the_format() -> None:
     assert convert(record, format="text", origin=ORIGIN).text == "a"
 
 
+TURNS = [USER, ANSWER]
+SHAREGPT_TURN = {"from": "human", "value": "x"}
+UNLEARNABLE: list[tuple[str, dict[str, Any], Format, str]] = [
+    ("strings", {"prompt": "a", "chosen": "b", "rejected": "c"}, "preference", "(strings: prompt"),
+    ("conversational", {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}, "preference", "(conversational"),
+    ("implicit", {"chosen": TURNS, "rejected": TURNS}, "preference", "(implicit"),
+    (
+        "sharegpt-pair",
+        {"conversations": [SHAREGPT_TURN], "chosen": {}, "rejected": {}},
+        "preference",
+        "(conversational",
+    ),
+    ("alpaca-pair", {"instruction": "a", "chosen": "b", "rejected": "c"}, "preference", "(strings: instruction"),
+    ("half-a-pair", {"prompt": "a", "completion": "b", "rejected": "c"}, "preference", "(strings"),
+    ("kto-prompt", {"prompt": "a", "completion": "b", "label": False}, "kto", "verdict in label"),
+    ("kto-messages", {"messages": TURNS, "label": True}, "kto", "verdict in label"),
+    ("kto-csv", {"prompt": "a", "completion": "b", "label": "False"}, "kto", "verdict in label"),
+    ("kto-number", {"prompt": "a", "completion": "b", "label": 0}, "kto", "verdict in label"),
+    ("kto-tag", {"instruction": "a", "output": "b", "kto_tag": True}, "kto", "verdict in kto_tag"),
+    ("answer", {"prompt": "a", "answer": "b"}, "prompt_answer", "(prompt, answer)"),
+    ("solution", {"prompt": [USER], "solution": "b"}, "prompt_answer", "(prompt, solution)"),
+]
+
+
 @pytest.mark.parametrize(
-    "record",
+    ("record", "format", "shape"), [case[1:] for case in UNLEARNABLE], ids=[c[0] for c in UNLEARNABLE]
+)
+def test_data_of_other_methods_is_recognised_and_refused(record: dict[str, Any], format: Format, shape: str) -> None:
+    """Its rejected or unproven answers would be learned as right ones."""
+    assert recognise(record, ORIGIN) == format
+    assert shape in describe(record, format)
+    error = failure(record)
+    assert format in error.message
+    assert shape in error.message
+
+
+@pytest.mark.parametrize("format", ["messages", "prompt_completion", "alpaca"])
+def test_naming_a_format_does_not_make_a_pair_learnable(format: Format) -> None:
+    record = {"messages": TURNS, "prompt": "a", "completion": "b", "instruction": "a", "output": "b", "rejected": "c"}
+    assert "rejected" in failure(record, format).message
+
+
+def test_a_label_of_a_document_is_no_verdict() -> None:
+    conversation = convert_auto({"text": "a document", "label": True})
+    assert conversation.unused_keys == ("label",)
+
+
+def test_record_of_another_shape_names_both_formats() -> None:
+    record = {"messages": TURNS}
+    with pytest.raises(DataError) as caught:
+        require_same_format(record, format="alpaca", origin=ORIGIN, first=Origin("data.jsonl", 1))
+    assert caught.value.place == "data.jsonl:7"
+    assert "has the format messages" in caught.value.message
+    assert "first record (data.jsonl:1) has the format alpaca" in caught.value.message
+    assert "source" in caught.value.remedy
+    require_same_format(record, format="messages", origin=ORIGIN, first=ORIGIN)
+    require_same_format(
+        {"instruction": "what it lacks is told by convert"}, format="alpaca", origin=ORIGIN, first=ORIGIN
+    )
+
+
+def test_record_that_fits_several_shapes_later_in_the_file() -> None:
+    record = {"instruction": "a", "output": "b", "text": "c"}
+    with pytest.raises(DataError, match="fits several formats"):
+        require_same_format(record, format="alpaca", origin=ORIGIN, first=Origin("data.jsonl", 1))
+
+
+@pytest.mark.parametrize(
+    ("record", "unused"),
     [
-        {"prompt": "a", "chosen": "b", "rejected": "c"},
-        {"conversations": [{"from": "human", "value": "x"}], "chosen": {}, "rejected": {}},
-        {"prompt": "a", "completion": "b", "label": False},
-        {"messages": [USER, ANSWER], "label": True},
+        ({"instruction": "a", "output": "b", "id": 1, "source": "x"}, ("id", "source")),
+        ({"messages": [USER, {**ANSWER, "name": "bot", "ts": 5}], "category": "c"}, ("category", "messages[].ts")),
+        ({"conversations": [SHAREGPT_TURN, {"from": "gpt", "value": "y", "id": 3}]}, ("conversations[].id",)),
+        ({"messages": TURNS, "conversations": []}, ("conversations",)),
+        ({"prompt": "a", "completion": "b", "meta": {}}, ("meta",)),
     ],
 )
-def test_preference_data_is_refused(record: dict[str, Any]) -> None:
-    """Its rejected answers would be learned as right ones."""
-    assert "preference data" in failure(record).message
+def test_keys_without_a_part_are_listed(record: dict[str, Any], unused: tuple[str, ...]) -> None:
+    conversation = convert_auto(record)
+    assert conversation.unused_keys == unused
+    assert ", ".join(unused) in unused_line(conversation.unused_keys)
+
+
+def test_nothing_is_said_when_every_key_has_a_part() -> None:
+    assert unused_line(convert_auto({"messages": TURNS, "tools": []}).unused_keys) == ""
+
+
+@pytest.mark.parametrize("record", [{"messages": TURNS}, {"prompt": [USER], "completion": [ANSWER]}])
+def test_system_beside_messages_comes_first(record: dict[str, Any]) -> None:
+    conversation = convert_auto({**record, "system": "S"})
+    assert conversation.messages[0] == Message("system", "S")
+    assert len(conversation.messages) == 3
+    assert conversation.num_prompt_messages in (None, 2)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["images", "image", "audio", "audios", "video", "videos", "weight", "loss_weight", "mask", "functions"],
+)
+@pytest.mark.parametrize(
+    "record",
+    [{"messages": TURNS}, {"instruction": "a", "output": "b"}, {"prompt": "a", "completion": "b"}, {"text": "a"}],
+    ids=["messages", "alpaca", "prompt_completion", "text"],
+)
+def test_key_that_would_change_the_meaning_is_refused(record: dict[str, Any], key: str) -> None:
+    assert f"the key {key!r} is not supported" in failure({**record, key: [1]}).message
+    for nothing in (None, [], ""):
+        assert convert_auto({**record, key: nothing}).unused_keys == (key,)
 
 
 MALFORMED: list[tuple[str, Format, dict[str, Any], str]] = [
@@ -160,7 +256,26 @@ MALFORMED: list[tuple[str, Format, dict[str, Any], str]] = [
         {"messages": [USER, {"role": "tool", "content": "1"}, ANSWER]},
         "follows no tool call",
     ),
-    ("messages-weight", "messages", {"messages": [USER, {**ANSWER, "weight": 0}]}, "messages[1].weight"),
+    (
+        "messages-two-systems",
+        "messages",
+        {"messages": [{"role": "system", "content": "s"}, *[USER, ANSWER]], "system": "t"},
+        "first message has the role system too",
+    ),
+    ("sharegpt-no-answer", "sharegpt", {"conversations": [{"from": "human", "value": "x"}]}, "no assistant turn"),
+    ("sharegpt-media", "sharegpt", {"conversations": [{"from": "human", "value": "x", "images": ["a"]}]}, "images"),
+    ("completion-system", "prompt_completion", {"prompt": "a", "completion": "b", "system": "s"}, "`system`"),
+    ("completion-tools", "prompt_completion", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "`tools`"),
+    ("alpaca-no-question", "alpaca", {"instruction": "", "input": " ", "output": "b"}, "instruction is empty"),
+    ("messages-number", "messages", {"messages": [USER, {**ANSWER, "content": 4}]}, "must be a string, found int: 4"),
+    ("messages-object", "messages", {"messages": [USER, {**ANSWER, "content": {"a": 1}}]}, "found dict"),
+    (
+        "messages-function-call",
+        "messages",
+        {"messages": [USER, {**ANSWER, "function_call": {"a": 1}}]},
+        "function_call",
+    ),
+    ("messages-name", "messages", {"messages": [{**USER, "name": 5}, ANSWER]}, "messages[0].name must be a string"),
     (
         "messages-image",
         "messages",

@@ -112,7 +112,7 @@ def test_unknown_suffix_lists_the_known(tmp_path: Path) -> None:
     path.write_bytes(b"PK")
     error = failure(path)
     assert "'.xlsx'" in error.message
-    assert ".json, .jsonl, .csv, .parquet, .txt" in error.remedy
+    assert ".json, .jsonl, .csv, .tsv, .parquet, .arrow, .txt" in error.remedy
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_record_that_is_no_object(tmp_path: Path, name: str, body: str) -> None:
     path = tmp_path / name
     path.write_text(body, encoding="utf-8")
     error = failure(path)
-    assert error.place == f"{path}:2"
+    assert error.place == f"{path}:2" if name == "a.jsonl" else f"{path}:1 (record 2)"
     assert "found list: [1, 2]" in error.message
 
 

@@ -12,7 +12,8 @@ from tiny import CHATML, make_model_folder, make_tokenizer
 
 from finetune.errors import EnvironmentProblem, RecipeError
 from finetune.model.config import plan_model
-from finetune.model.load import choose_pad_token, load_model, load_tokenizer, vocabulary_rows
+from finetune.model.load import choose_pad_token, load_model, vocabulary_rows
+from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.schema import ModelSection
 
 

@@ -8,6 +8,7 @@ import pytest
 from recipe_files import MINIMAL, Write
 
 from finetune.recipe.load import load_recipe
+from finetune.recipe.paths import is_hub_dataset
 
 
 def test_input_paths_are_relative_to_the_file_that_names_them(
@@ -57,3 +58,29 @@ def test_a_linked_data_file_keeps_its_name(write: Write, tmp_path: Path) -> None
     write("", "blobs/123")
     (tmp_path / "a.jsonl").symlink_to(tmp_path / "blobs/123")
     assert load_recipe(write(MINIMAL)).data.train[0].path == str(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("org/name", "org/name"),
+        ("org/data.jsonl", "{here}/org/data.jsonl"),
+        ("org/data.jsonl.gz", "{here}/org/data.jsonl.gz"),
+        ("local/folder", "{here}/local/folder"),
+        ("./org/name", "{here}/org/name"),
+        ("data/*", "{here}/data/*"),
+        ("name", "{here}/name"),
+    ],
+)
+def test_a_source_is_a_path_or_a_hub_id(write: Write, tmp_path: Path, text: str, expected: str) -> None:
+    """A mistyped file must not be looked for on the hub, so a name that ends like a data file is always a path."""
+    (tmp_path / "local/folder").mkdir(parents=True)
+    recipe = load_recipe(write(MINIMAL.replace("a.jsonl", text)))
+    assert recipe.data.train[0].path == expected.format(here=tmp_path)
+    assert is_hub_dataset(recipe.data.train[0].path) is (text == "org/name")
+
+
+def test_fields_of_a_hub_dataset(write: Write) -> None:
+    recipe = load_recipe(write(MINIMAL.replace("a.jsonl", "org/name, name: main, split: test, revision: v1")))
+    source = recipe.data.train[0]
+    assert (source.name, source.split, source.revision) == ("main", "test", "v1")

@@ -46,8 +46,7 @@ def test_every_field_has_a_line_with_a_text() -> None:
     "line",
     [
         "| `rank` | a whole number, 1 or more and at most 4096 | `16` | Rank of each adapter. |",
-        "| `path` | text, not empty | required | JSON, JSONL, CSV, Parquet or plain text (`.txt`) file, relative to "
-        "the recipe. |",
+        "| `max_rows` | a whole number or `null`, 1 or more | `null` | Use only the first so many records. |",
         "## `adapter` with `type: none`",
     ],
 )

@@ -34,6 +34,47 @@ BROKEN = [
         "hub id",
         id="revision-of-folder",
     ),
+    *[
+        pytest.param(
+            [f"data.train.0.{key}=x"],
+            rules.hub_fields_need_a_hub_dataset,
+            f'`data.train.0.{key}` must be left out when `path` is a file or folder, found "x"',
+            f"Remove `{key}`, or give a hub id",
+            id=f"{key}-of-file",
+        )
+        for key in ("name", "split", "revision")
+    ],
+    pytest.param(
+        ["data.eval=[{path: /a.jsonl, split: test}]"],
+        rules.hub_fields_need_a_hub_dataset,
+        "`data.eval.0.split` must be left out",
+        "hub id",
+        id="split-of-eval-file",
+    ),
+    pytest.param(
+        ["data.turns=separate", "data.loss_on=all"],
+        rules.separate_turns_have_turns_to_learn,
+        '`data.turns` must be together, while `data.loss_on` is all, found "separate"',
+        "data.loss_on: assistant",
+        id="separate-turns-learn-all",
+    ),
+    *[
+        pytest.param(
+            [f"data.date='{found}'"],
+            rules.date_is_a_day,
+            f'`data.date` must be a day as YYYY-MM-DD, found "{found}"',
+            "data.date: 2026-01-31",
+            id=f"date-{found}",
+        )
+        for found in ("2026-13-05", "2026-02-30", "today", "20260105")
+    ],
+    pytest.param(
+        ["data.eval=[{path: /a.jsonl}, {path: /b.jsonl, weight: 0.5}]"],
+        rules.eval_sources_have_no_weight,
+        "`data.eval.1.weight` must be left out, found 0.5: every record of `data.eval` is evaluated once",
+        "max_rows",
+        id="weight-of-eval",
+    ),
     pytest.param(
         ["model.chat_template=/nowhere/t.jinja"],
         rules.chat_template_exists,

@@ -1,0 +1,190 @@
+"""The gate: look at every tokenized record before a weight is loaded, and refuse what would be learned wrongly.
+
+This is a second look, by the tokens alone: it does not trust the code that made the labels. `Gate.look` names what is
+wrong with one sample; `GateCounts` sums it up over all of them; `GateReport` is what the user sees. Faults stop the
+run (`faults.py`); warnings are told with counts and places.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+
+from finetune.data.faults import EXAMPLES_SHOWN
+from finetune.data.types import IGNORE_INDEX, Conversation, Origin, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Finding = Literal["nothing_learned", "end_not_learned", "bos_doubled", "bos_missing", "bos_repeated", "unknown_text"]
+
+FAULTS: dict[Finding, tuple[str, str]] = {
+    "nothing_learned": (
+        "no token of this record would be learned",
+        "Remove the record, or choose other tokens with `data.loss_on`.",
+    ),
+    "end_not_learned": (
+        "an answer does not end in a learned end-of-turn token, so the model would not learn to stop",
+        "Set `model.chat_template` to a template that ends each answer with an end-of-turn token of the tokenizer.",
+    ),
+    "bos_doubled": (
+        "the record begins with two BOS tokens",
+        "Remove BOS from the text, or from the chat template (`model.chat_template`).",
+    ),
+}
+"""Findings that stop the run: what is wrong, and the remedy."""
+
+WARNINGS: dict[Finding, str] = {
+    "bos_missing": "the tokenizer puts BOS before a text, and the chat template writes none",
+    "bos_repeated": "BOS stands again inside the record; some chat templates write it before each turn",
+    "unknown_text": "the vocabulary lacks some of the text, which becomes the unknown token",
+}
+"""Findings that are told."""
+
+_CONTROL_TEXT = re.compile(r"<\|[^\s|<>]{1,40}\|>|<\uff5c[^\s<>]{1,40}\uff5c>|\[/?INST\]|<(?:start|end)_of_turn>")
+"""How control tokens of the common model families are written."""
+
+
+class Gate:
+    """Checks samples made with one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, loss_on: str) -> None:
+        self._loss_on = loss_on
+        added = tokenizer.added_tokens_decoder
+        self._names = {str(token) for token in added.values()}
+        ends = {number for number, token in added.items() if token.special}
+        self._eos, self._bos, self._unknown = (
+            cast("int | None", number)
+            for number in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
+        )
+        if self._eos is not None:
+            ends.add(self._eos)
+        self._ends = ends
+        first = cast("list[int]", tokenizer("a", verbose=False)["input_ids"])[:1]
+        self._adds_bos = self._bos is not None and first == [self._bos]
+        # Where one token is both, it separates documents, and its number says nothing.
+        self._counts_bos = self._bos is not None and self._bos != self._eos
+
+    def look(self, sample: Sample, *, conversation: Conversation) -> tuple[list[Finding], set[int]]:
+        """Returns what is wrong with a whole sample (before any cut), mostly nothing, and which tokens end answers."""
+        found: list[Finding] = []
+        is_learned = sample.labels != IGNORE_INDEX
+        if not is_learned.any():
+            return ["nothing_learned"], set()
+        last_of_stretch = set(sample.input_ids[is_learned & ~np.append(is_learned[1:], False)].tolist())
+        learns_ends = last_of_stretch <= self._ends
+        if conversation.kind == "chat" and self._loss_on == "all":
+            # All is one stretch, which may end in the line break after the last turn's end.
+            learns_ends = not self._ends.isdisjoint(sample.input_ids[is_learned].tolist())
+        if not learns_ends:
+            found.append("end_not_learned")
+        if self._counts_bos:
+            found += self._bos_findings(sample)
+        if self._unknown is not None and self._unknown != self._eos and (sample.input_ids == self._unknown).any():
+            found.append("unknown_text")
+        return found, last_of_stretch & self._ends
+
+    def unknown_control_token(self, conversation: Conversation) -> str | None:
+        """Returns a text that is written like a control token but is none of this tokenizer's, or None."""
+        for text in (conversation.text, conversation.completion, *(turn.content for turn in conversation.messages)):
+            for match in _CONTROL_TEXT.finditer(text) if "<" in text or "[" in text else ():
+                if match.group() not in self._names:
+                    return match.group()
+        return None
+
+    def _bos_findings(self, sample: Sample) -> list[Finding]:
+        count = int((sample.input_ids == self._bos).sum())
+        if count >= 2:
+            is_doubled = sample.input_ids[0] == self._bos and sample.input_ids[1] == self._bos
+            return ["bos_doubled" if is_doubled else "bos_repeated"]
+        return ["bos_missing"] if count == 0 and self._adds_bos else []
+
+
+@dataclass
+class _Found:
+    records: int = 0
+    origins: list[Origin] = field(default_factory=list)
+
+
+@dataclass
+class GateCounts:
+    """What the gate saw over all records of some sources."""
+
+    documents: int = 0
+    ends_learned: int = 0
+    one_bos: int = 0
+    end_ids: set[int] = field(default_factory=set)
+    """Control tokens that end the learned stretches: where generation should stop."""
+    warnings: dict[str, _Found] = field(default_factory=dict)
+
+    def add(self, findings: list[Finding], origin: Origin, *, end_ids: set[int]) -> None:
+        """Counts one document."""
+        self.end_ids |= end_ids
+        self.documents += 1
+        self.ends_learned += "end_not_learned" not in findings and "nothing_learned" not in findings
+        self.one_bos += not any(name.startswith("bos_") for name in findings)
+        for name in findings:
+            if name in WARNINGS:
+                found = self.warnings.setdefault(name, _Found())
+                found.records += 1
+                if len(found.origins) < EXAMPLES_SHOWN:
+                    found.origins.append(origin)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the counts as plain JSON values."""
+        return {**asdict(self), "end_ids": sorted(self.end_ids)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], *, paths: Mapping[str, str]) -> GateCounts:
+        """Reads what `as_dict` gave; `paths` maps the names that the files had to the ones that they have now.
+
+        Raises:
+            KeyError, TypeError: a value is missing or unknown.
+        """
+        warnings = {
+            name: _Found(
+                found["records"], [Origin(paths[origin["path"]], origin["record"]) for origin in found["origins"]]
+            )
+            for name, found in values["warnings"].items()
+        }
+        return cls(**{**values, "warnings": warnings, "end_ids": set(values["end_ids"])})
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that the gate looked at."""
+
+    name: str
+    status: Literal["ok", "warning"]
+    detail: str
+    examples: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        """Returns the check as one line, without its status."""
+        return f"{self.name}: {self.detail}" + (f": {', '.join(self.examples)}" if self.examples else "")
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """What the gate found; it exists only where no fault stopped the run."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def warnings(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.status == "warning")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as plain JSON values."""
+        return {"status": "warning" if self.warnings else "ok", "checks": [asdict(check) for check in self.checks]}
+
+    def check_dicts(self) -> list[dict[str, Any]]:
+        """Returns the checks as a run's report lists them; a fault would have stopped the run, so all hold."""
+        return [
+            {"name": f"data: {check.name}", "ok": True, "detail": check.line().partition(": ")[2]}
+            for check in self.checks
+        ]

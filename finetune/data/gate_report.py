@@ -1,0 +1,76 @@
+"""Say what the gate looked at: one check a line, with shares and counts over the whole data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from finetune.data.gate import FAULTS, WARNINGS, Check, Finding, GateCounts, GateReport
+from finetune.data.store import SampleStore
+
+_LOW_SHARE = 0.01
+_EXAMPLES = 3
+_WARNING_NAMES: tuple[tuple[str, Finding], ...] = (
+    ("BOS", "bos_missing"),
+    ("BOS inside", "bos_repeated"),
+    ("text outside the vocabulary", "unknown_text"),
+)
+assert not {name for _, name in _WARNING_NAMES} & FAULTS.keys()
+
+
+def gate_report(
+    counts: Sequence[GateCounts],
+    train: SampleStore,
+    held_out: SampleStore | None,
+    *,
+    max_length: int,
+    checks: Sequence[Check],
+) -> GateReport:
+    """Returns the report on data that passed; a fault would have stopped before.
+
+    Args:
+        counts: what was seen while tokenizing, of the training and of the evaluation sources.
+        checks: on equal records, made where they were looked for.
+    """
+    documents = sum(count.documents for count in counts)
+    learned = sum(count.ends_learned for count in counts)
+    stores = [train] if held_out is None else [train, held_out]
+    longest = max(int(store.lengths.max()) for store in stores)
+    return GateReport(
+        (
+            *_share_checks(train),
+            Check("end of turn", "ok", f"learned in {learned:,} of {documents:,} records"),
+            *_warning_checks(counts, documents),
+            Check("length", "ok", f"the longest sample has {longest:,} of {max_length:,} tokens"),
+            *checks,
+        )
+    )
+
+
+def _share_checks(store: SampleStore) -> list[Check]:
+    """Returns the share of each sample's tokens that is learned: lowest, median, highest, and whether some is tiny."""
+    shares = store.supervised / store.lengths
+    lowest, median, highest = (float(value) for value in np.quantile(shares, (0.0, 0.5, 1.0)))
+    none = int(np.count_nonzero(store.supervised == 0))
+    low = np.flatnonzero(shares < _LOW_SHARE)
+    detail = f"{lowest:.1%} to {highest:.1%} of a sample's tokens, median {median:.1%}; {none:,} samples without any"
+    status: Literal["ok", "warning"] = "ok"
+    if len(low):
+        status, detail = "warning", f"{detail}; {len(low):,} below {_LOW_SHARE:.0%}"
+    return [Check("learned share", status, detail, tuple(str(store.origin(int(index))) for index in low[:_EXAMPLES]))]
+
+
+def _warning_checks(counts: Sequence[GateCounts], documents: int) -> list[Check]:
+    checks: list[Check] = []
+    for name, finding in _WARNING_NAMES:
+        found = [count.warnings[finding] for count in counts if finding in count.warnings]
+        if found:
+            records = sum(group.records for group in found)
+            origins = [str(origin) for group in found for origin in group.origins][:_EXAMPLES]
+            detail = f"{WARNINGS[finding]} ({records:,} of {documents:,} records)"
+            checks.append(Check(name, "warning", detail, tuple(origins)))
+        elif finding == "bos_missing" and not any("bos_repeated" in count.warnings for count in counts):
+            checks.append(Check(name, "ok", "at most one in each record, at its start"))
+    return checks

@@ -1,0 +1,37 @@
+"""The frame of a self-contained page: head with the style inside, sections, cards. No scripts, no network."""
+
+from __future__ import annotations
+
+from html import escape
+from importlib.resources import files
+
+
+def render_page(title: str, body: str, *, footer: str, style: str = "") -> str:
+    """Returns a whole page around HTML that is already escaped.
+
+    Args:
+        style: CSS beside the common one of `report.css`, which follows the reader's light or dark theme.
+    """
+    common = files("finetune.run").joinpath("report.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(title)} - finetune</title>\n<style>\n{common}{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n<footer>Made by finetune. {escape(footer)}</footer>\n</main>\n</body>\n</html>\n"
+    )
+
+
+def render_section(title: str, content: str) -> str:
+    """Returns a section under a heading; nothing where there is no content."""
+    return f"<section><h2>{escape(title)}</h2>{content}</section>\n" if content else ""
+
+
+def render_card(content: str) -> str:
+    """Returns a box."""
+    return f'<div class="card">{content}</div>'
+
+
+def render_cards(*cards: str) -> str:
+    """Returns boxes side by side where there is room."""
+    return f'<div class="grid2">{"".join(cards)}</div>'

@@ -1,0 +1,271 @@
+"""The gate looks at every record by its tokens alone, and tells all that is wrong at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finetune.data.build import Dataset, build_dataset
+from finetune.data.faults import DataFaults, Fault, FaultList
+from finetune.data.gate import Gate
+from finetune.data.types import IGNORE_INDEX, Conversation, Message, Origin, Sample
+from finetune.errors import DataError
+from finetune.recipe.schema import DataSection
+
+CHAT = Conversation("chat", Origin("a.jsonl", 1), (Message("user", "q"), Message("assistant", "a")))
+
+
+def build(tokenizer: Any, *paths: Path, **settings: Any) -> Dataset:
+    data = DataSection.model_validate({"train": [{"path": str(path)} for path in paths], "cache": False, **settings})
+    return build_dataset(data, tokenizer=tokenizer, seed=7, say=lambda line: None)
+
+
+def failure(tokenizer: Any, *paths: Path, **settings: Any) -> DataError:
+    with pytest.raises(DataError) as caught:
+        build(tokenizer, *paths, **settings)
+    return caught.value
+
+
+def questions(count: int) -> list[dict[str, Any]]:
+    return [{"instruction": f"q{index}", "output": f"a{index}"} for index in range(count)]
+
+
+def look(tokenizer: Any, ids: list[int], learned: list[int], *, loss_on: str = "assistant") -> list[str]:
+    input_ids = np.array(ids, dtype=np.int32)
+    labels = np.full_like(input_ids, IGNORE_INDEX)
+    labels[learned] = input_ids[learned]
+    sample = Sample(input_ids, labels, Origin("a.jsonl", 1))
+    return list(Gate(tokenizer, loss_on=loss_on).look(sample, conversation=CHAT)[0])
+
+
+class TestLook:
+    """One sample at a time, made by hand, so that the code that makes labels has no part in it."""
+
+    def test_end_of_turn_not_learned(self, chatml: Any) -> None:
+        """P17: the end token is in the row, but its label is not."""
+        end = chatml.convert_tokens_to_ids("<|im_end|>")
+        assert look(chatml, [1, 2, 3, end], [1, 2]) == ["end_not_learned"]
+        assert look(chatml, [1, 2, 3, end], [1, 2, 3]) == []
+
+    def test_each_turn_must_end(self, chatml: Any) -> None:
+        end = chatml.convert_tokens_to_ids("<|im_end|>")
+        row = [1, 2, end, 4, 5, end]
+        assert look(chatml, row, [1, 2, 4]) == ["end_not_learned"]
+        assert look(chatml, row, [1, 4, 5]) == ["end_not_learned"]
+        assert look(chatml, row, [1, 2, 4, 5]) == []
+
+    def test_nothing_learned(self, chatml: Any) -> None:
+        """P20, P22: all labels ignored."""
+        assert look(chatml, [1, 2, 3], []) == ["nothing_learned"]
+
+    def test_bos_twice_at_the_start(self, make_tokenizer: Callable) -> None:
+        """P26: the template and the tokenizer each wrote one."""
+        tokenizer = make_tokenizer(adds_bos=True)
+        bos, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+        assert look(tokenizer, [bos, bos, 1, end], [2, 3]) == ["bos_doubled"]
+        assert look(tokenizer, [bos, 1, bos, 2, end], [3, 4]) == ["bos_repeated"]
+        assert look(tokenizer, [1, 2, end], [1, 2]) == ["bos_missing"]
+        assert look(tokenizer, [bos, 1, end], [1, 2]) == []
+
+    def test_end_tokens_are_told(self, chatml: Any) -> None:
+        end = chatml.convert_tokens_to_ids("<|im_end|>")
+        ids = np.array([1, 2, end], dtype=np.int32)
+        sample = Sample(ids, np.array([IGNORE_INDEX, 2, end], dtype=np.int32), Origin("a", 1))
+        assert Gate(chatml, loss_on="assistant").look(sample, conversation=CHAT)[1] == {end}
+
+
+def test_pad_equal_to_eos_still_learns_the_end(make_tokenizer: Callable, write_jsonl: Callable) -> None:
+    """P17: 4 of 4 ends are learned where pad is EOS."""
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    dataset = build(tokenizer, write_jsonl(questions(4)))
+    check = next(check for check in dataset.gate.checks if check.name == "end of turn")
+    assert check.detail == "learned in 4 of 4 records"
+    for index in range(4):
+        sample = dataset.train[index]
+        assert tokenizer.eos_token_id in sample.labels.tolist()
+
+
+def test_all_malformed_records_are_told_by_kind(chatml: Any, write_jsonl: Callable) -> None:
+    """P42: 10 rows, 2 malformed, 1 empty answer; each kind is counted, with its places and its text."""
+    rows = [*questions(7), {"instruction": "q"}, {"instruction": "q", "output": ""}, {"instruction": 5, "output": "a"}]
+    path = write_jsonl(rows)
+    error = failure(chatml, path)
+    assert isinstance(error, DataFaults)
+    assert error.place == f"{path}:8"
+    assert "3 records cannot be used" in error.message
+    for record in (8, 9, 10):
+        assert f"{path}:{record}" in error.message
+    assert "`data.malformed`" in error.remedy
+    faults = error.as_dict()["faults"]
+    assert [group["records"] for group in faults] == [1, 1, 1]
+    assert json.dumps(faults)
+
+
+def test_only_three_examples_of_many(chatml: Any, write_jsonl: Callable) -> None:
+    path = write_jsonl([{"instruction": "q", "output": ""}] * 500 + questions(1))
+    error = failure(chatml, path)
+    assert "500 records cannot be used" in error.message
+    assert "500 x output is empty" in error.message
+    assert f"{path}:3" in error.message
+    assert f"{path}:4:" not in error.message
+
+
+def test_broken_lines_do_not_hide_what_follows(chatml: Any, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    good = json.dumps(questions(1)[0])
+    path.write_text(f'{good}\n{{"instruction": \n{good}\n["no", "object"]\n{{"instruction": "q"}}\n', encoding="utf-8")
+    error = failure(chatml, path)
+    assert "3 records cannot be used" in error.message
+    for line in (2, 4, 5):
+        assert f"{path}:{line}" in error.message
+
+
+def test_malformed_records_dropped_are_in_the_ledger(chatml: Any, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    lines = [json.dumps(row) for row in [*questions(3), {"instruction": "q", "output": ""}]]
+    path.write_text("\n".join([*lines, "{broken", lines[0].replace("q0", "q9")]) + "\n", encoding="utf-8")
+    dataset = build(chatml, path, malformed="drop")
+    ledger = dataset.ledger
+    assert (ledger.records, ledger.records_kept, ledger.records_dropped, len(dataset.train)) == (6, 4, 2, 4)
+    assert {group.reason.partition(":")[0] for group in ledger.dropped} == {"malformed"}
+    assert [origin.record for group in ledger.dropped for origin in group.first_origins] == [4, 5]
+    assert dataset.train.origin(3) == Origin(str(path), 6)
+
+
+def test_malformed_and_over_long_are_told_together(chatml: Any, write_jsonl: Callable) -> None:
+    path = write_jsonl([*questions(2), {"instruction": "q", "output": ""}, {"instruction": "q", "output": "x" * 99}])
+    error = failure(chatml, path, max_length=64)
+    assert "output is empty" in error.message
+    assert "longer than `max_length` 64" in error.message
+
+
+@pytest.mark.parametrize("token", ["<|start_header_id|>", "<start_of_turn>"])
+def test_control_token_of_another_model(chatml: Any, write_jsonl: Callable, token: str) -> None:
+    path = write_jsonl([*questions(2), {"instruction": f"{token}user hi", "output": "a"}])
+    error = failure(chatml, path)
+    assert error.place == f"{path}:3"
+    assert token in error.message
+    assert "data.unknown_control_tokens" in error.remedy
+    assert len(build(chatml, path, unknown_control_tokens="keep").train) == 3
+
+
+def test_own_control_token_is_no_unknown_one(chatml: Any) -> None:
+    gate = Gate(chatml, loss_on="assistant")
+    assert gate.unknown_control_token(Conversation("text", Origin("a", 1), text="a <|im_end|> b [INST]")) is None
+    assert gate.unknown_control_token(Conversation("text", Origin("a", 1), text="if a <| b |> c: x[1]")) is None
+
+
+def test_missing_bos_is_a_warning(make_tokenizer: Callable, write_jsonl: Callable) -> None:
+    tokenizer = make_tokenizer(adds_bos=True)
+    path = write_jsonl(questions(3))
+    dataset = build(tokenizer, path)
+    (warning,) = dataset.gate.warnings
+    assert warning.name == "BOS"
+    assert "3 of 3 records" in warning.detail
+    assert f"{path}:1" in warning.line()
+
+
+def test_tiny_share_is_a_warning(chatml: Any, write_jsonl: Callable) -> None:
+    path = write_jsonl([*questions(3), {"instruction": "q" * 900, "output": "a"}])
+    (warning,) = build(chatml, path).gate.warnings
+    assert warning.name == "learned share"
+    assert warning.examples == (f"{path}:4",)
+
+
+class TestEqualRecords:
+    def test_duplicates_are_told_and_kept(self, chatml: Any, write_jsonl: Callable) -> None:
+        path = write_jsonl([*questions(3), *questions(2)])
+        dataset = build(chatml, path)
+        assert len(dataset.train) == 5
+        (warning,) = dataset.gate.warnings
+        assert "2 of 5 records" in warning.detail
+        assert warning.examples == (f"{path}:4 = {path}:1", f"{path}:5 = {path}:2")
+        assert "data.duplicates" in warning.detail
+
+    def test_duplicates_dropped(self, chatml: Any, write_jsonl: Callable) -> None:
+        dataset = build(chatml, write_jsonl([*questions(3), *questions(2)]), duplicates="drop")
+        assert [dataset.train.origin(index).record for index in range(3)] == [1, 2, 3]
+        ledger = dataset.ledger
+        assert (ledger.records, ledger.records_kept, ledger.samples) == (5, 3, 3)
+        assert [(group.reason, group.records) for group in ledger.dropped] == [("duplicate", 2)]
+        assert ledger.tokens_in == ledger.tokens_kept + ledger.tokens_dropped
+        assert ledger.tokens_kept == dataset.train.num_tokens
+
+    def test_duplicates_refused(self, chatml: Any, write_jsonl: Callable) -> None:
+        path = write_jsonl([*questions(3), *questions(1)])
+        error = failure(chatml, path, duplicates="error")
+        assert error.place == f"{path}:4"
+        assert f"{path}:4 = {path}:1" in error.message
+
+    def test_leakage_is_refused(self, chatml: Any, write_jsonl: Callable) -> None:
+        train, held_out = write_jsonl(questions(5)), write_jsonl(questions(2), "eval.jsonl")
+        error = failure(chatml, train, eval=[{"path": str(held_out)}])
+        assert error.place == f"{train}:1"
+        assert "2 training records equal" in error.message
+        assert f"{train}:2 = {held_out}:2" in error.message
+        assert "data.leakage" in error.remedy
+
+    def test_leakage_dropped_from_training(self, chatml: Any, write_jsonl: Callable) -> None:
+        train, held_out = write_jsonl(questions(5)), write_jsonl(questions(2), "eval.jsonl")
+        dataset = build(chatml, train, eval=[{"path": str(held_out)}], leakage="drop")
+        assert dataset.eval is not None
+        assert (len(dataset.train), len(dataset.eval)) == (3, 2)
+        assert not np.isin(dataset.train.digests, dataset.eval.digests).any()
+        assert [(group.reason, group.records) for group in dataset.ledger.dropped] == [("also_in_eval", 2)]
+
+    def test_leakage_kept_with_a_warning(self, chatml: Any, write_jsonl: Callable) -> None:
+        train, held_out = write_jsonl(questions(5)), write_jsonl(questions(2), "eval.jsonl")
+        dataset = build(chatml, train, eval=[{"path": str(held_out)}], leakage="keep")
+        assert len(dataset.train) == 5
+        assert [warning.name for warning in dataset.gate.warnings] == ["rows equal in train and eval"]
+
+    def test_all_leaked_leaves_nothing(self, chatml: Any, write_jsonl: Callable) -> None:
+        train, held_out = write_jsonl(questions(2)), write_jsonl(questions(2), "eval.jsonl")
+        assert "none is left" in failure(chatml, train, eval=[{"path": str(held_out)}], leakage="drop").message
+
+
+def test_pieces_of_a_document_stay_on_one_side(chatml: Any, write_jsonl: Callable) -> None:
+    """A long text split over rows, its copy included, is held out whole or not at all."""
+    texts = ["".join(chr(97 + (index * step) % 26) for index in range(100)) for step in (1, 3, 5, 7, 9, 11)]
+    path = write_jsonl([{"text": text} for text in [*texts, texts[0]]])
+    for fraction in (0.2, 0.5, 0.8):
+        dataset = build(chatml, path, eval={"fraction": fraction}, over_length="split", max_length=16)
+        assert dataset.eval is not None
+        sides = [{store.origin(index).record for index in range(len(store))} for store in (dataset.train, dataset.eval)]
+        assert sides[0] | sides[1] == set(range(1, 8))
+        assert not sides[0] & sides[1]
+        assert (1 in sides[0]) == (7 in sides[0])
+        assert dataset.ledger.records_split == 7
+
+
+def test_weights_take_whole_records(chatml: Any, write_jsonl: Callable) -> None:
+    first, second = write_jsonl(questions(4)), write_jsonl([{"text": "t" * 40}] * 1, "text.jsonl")
+    data = DataSection.model_validate(
+        {
+            "train": [{"path": str(first), "weight": 2.5}, {"path": str(second), "weight": 3}],
+            "cache": False,
+            "max_length": 64,
+        }
+    )
+    dataset = build_dataset(data, tokenizer=chatml, seed=7, say=lambda line: None)
+    records = [dataset.train.origin(index) for index in range(len(dataset.train))]
+    taken = [records.count(Origin(str(first), number)) for number in range(1, 5)]
+    assert sorted(taken) == [2, 2, 3, 3]
+    assert records.count(Origin(str(second), 1)) == 3
+    assert dataset.ledger.samples == 5
+    assert (dataset.ledger.samples_taken, dataset.ledger.tokens_taken) == (13, dataset.train.num_tokens)
+
+
+def test_kinds_leave_out_what_differs() -> None:
+    faults = FaultList()
+    for number in range(4):
+        faults.add(Fault(Origin("a", number), f"message {number} must be `x: y` text, found int: {number}", "mend it"))
+    (group,) = faults.groups.values()
+    assert (group.records, len(group.examples)) == (4, 3)
+    assert group.kind == "message N must be `x: y` text, found int"

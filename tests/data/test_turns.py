@@ -1,0 +1,171 @@
+"""What a message says of itself - learned or not, its parts, its reasoning - is carried over or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune.data.chat import Renderer
+from finetune.data.formats import convert
+from finetune.data.record_fields import LEARNED_KEYS
+from finetune.data.turns import with_reasoning_apart
+from finetune.data.types import IGNORE_INDEX, ContentPart, Conversation, Message, Origin
+from finetune.errors import DataError
+
+ORIGIN = Origin("data.jsonl", 7)
+USER = {"role": "user", "content": "Hi"}
+
+
+def answer_of(**keys: Any) -> Message:
+    turn = {"role": "assistant", "content": "Hello", **keys}
+    return convert({"messages": [USER, turn]}, format="messages", origin=ORIGIN).messages[1]
+
+
+def failure(**keys: Any) -> DataError:
+    with pytest.raises(DataError) as caught:
+        answer_of(**keys)
+    assert caught.value.place == "data.jsonl:7"
+    assert caught.value.remedy
+    return caught.value
+
+
+@pytest.mark.parametrize("key", LEARNED_KEYS)
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0, False), (1, True), (0.0, False), (1.0, True), (True, True), (None, None)]
+)
+def test_message_says_whether_it_is_learned(key: str, value: Any, expected: bool | None) -> None:
+    message = answer_of(**{key: value})
+    assert message.is_learned is expected
+    assert message.extra == {}
+    turn = {"from": "gpt", "value": "Hello", key: value}
+    record = {"conversations": [{"from": "human", "value": "Hi"}, turn]}
+    assert convert(record, format="sharegpt", origin=ORIGIN).messages[1].is_learned is expected
+
+
+@pytest.mark.parametrize("value", [0.5, 2, -1, "1", "true", [1], float("inf")])
+def test_any_other_weight_is_refused_by_name(value: Any) -> None:
+    error = failure(weight=value)
+    assert "messages[1].weight must be 0 or 1" in error.message
+    assert "source's `weight`" in error.remedy
+
+
+def test_weights_that_contradict_each_other() -> None:
+    assert "weight is False, train is True" in failure(weight=0, train=True).message
+    assert answer_of(weight=1, train=True).is_learned is True
+
+
+def test_weight_of_a_user_message_is_carried() -> None:
+    messages = convert(
+        {"messages": [{**USER, "train": True}, {**USER, "role": "assistant"}]}, format="messages", origin=ORIGIN
+    )
+    assert messages.messages[0].is_learned is True
+
+
+def text(value: str, **keys: Any) -> dict[str, Any]:
+    return {"type": "text", "text": value, **keys}
+
+
+def test_parts_are_joined() -> None:
+    message = answer_of(content=[text("a"), {"type": "text", "value": "b"}])
+    assert (message.content, message.parts) == ("ab", ())
+
+
+@pytest.mark.parametrize("key", LEARNED_KEYS)
+def test_parts_say_whether_they_are_learned(key: str) -> None:
+    message = answer_of(content=[text("a", **{key: 0}), text("b"), text("c", **{key: 1})], weight=1)
+    assert message.content == "abc"
+    assert message.parts == (ContentPart("a", False), ContentPart("b", None), ContentPart("c", True))
+    assert message.is_learned is True
+
+
+def test_parts_of_other_types() -> None:
+    call = {"type": "tool_call", "value": '{"name": "f", "arguments": {"a": 1}}'}
+    message = answer_of(content=[{"type": "reasoning", "value": "hm"}, text("x"), call])
+    assert message.content == "x"
+    assert message.extra["reasoning_content"] == message.extra["thinking"] == "hm"
+    assert message.extra["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image", "image": "x.png"}, "content[0] must be a part of type text"),
+        ({"type": "input_audio"}, "content[0] must be a part of type text"),
+        ("x", "content[0] must be a part of type text"),
+        ({"type": "text"}, "content[0] has no key 'text'"),
+        ({"type": "text", "text": 3}, "content[0].text must be a string"),
+        (text("x", weight=0.3), "content[0].weight must be 0 or 1"),
+        (text("x", cache_control={"type": "ephemeral"}), "unknown key 'cache_control'"),
+        ({"type": "reasoning", "value": "hm", "weight": 0}, "only text can have one"),
+    ],
+)
+def test_wrong_parts(part: Any, words: str) -> None:
+    assert words in failure(content=[part]).message
+
+
+def test_parts_without_text_are_an_empty_answer() -> None:
+    assert "messages[1].content is empty" in failure(content=[{"type": "reasoning", "value": "hm"}]).message
+    assert "messages[1].content is empty" in failure(content=[]).message
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_each_name_that_templates_read(key: str) -> None:
+    """Qwen3's template reads `reasoning_content`, that of gpt-oss `thinking`; the data may have either."""
+    assert answer_of(**{key: "hm"}).extra == {"reasoning_content": "hm", "thinking": "hm"}
+    assert answer_of(**{key: ""}).extra == {}
+
+
+def test_reasoning_given_twice() -> None:
+    assert answer_of(reasoning_content="hm", thinking="hm").extra["thinking"] == "hm"
+    assert "several different reasonings" in failure(reasoning_content="a", thinking="b").message
+    assert "<think>" in failure(reasoning_content="a", content="<think>b</think>c").message
+
+
+def test_reasoning_of_a_user() -> None:
+    record = {"messages": [{**USER, "thinking": "hm"}, {"role": "assistant", "content": "x"}]}
+    with pytest.raises(DataError, match="only the assistant can have one"):
+        convert(record, format="messages", origin=ORIGIN)
+
+
+def apart(role: Any, content: str) -> Message:
+    conversation = Conversation("chat", ORIGIN, (Message(role, content),))
+    return with_reasoning_apart(conversation).messages[0]
+
+
+def test_think_text_stays_in_the_content_until_a_template_wants_it_apart() -> None:
+    content = "<think>\nhm\n</think>\n\nHello"
+    assert answer_of(content=content) == Message("assistant", content)
+    assert apart("assistant", content) == Message("assistant", "Hello", {"reasoning_content": "hm", "thinking": "hm"})
+    assert apart("assistant", "<think>\n\n</think>\n\nHello") == Message("assistant", "Hello")
+
+
+@pytest.mark.parametrize("content", ["Hello", "I wrote <think>x</think>", "<think> never closed"])
+def test_text_that_is_no_think_block_is_left_alone(content: str) -> None:
+    assert apart("assistant", content) == Message("assistant", content)
+    assert apart("user", "<think>x</think>y") == Message("user", "<think>x</think>y")
+
+
+def test_think_text_reaches_each_real_template_as_it_wants_it(real_tokenizer: Any) -> None:
+    """gpt-oss has a channel of its own for reasoning; think text in its final channel would be learned as an answer."""
+    turns = [USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello"}]
+    conversation = convert({"messages": turns}, format="messages", origin=ORIGIN)
+    renderer = Renderer(real_tokenizer)
+    sample = renderer.render(conversation, loss_on="assistant")
+    learned = real_tokenizer.decode(sample.labels[sample.labels != IGNORE_INDEX])
+    if "<|channel|>" in real_tokenizer.chat_template:
+        assert "<think>" not in learned
+        assert learned.startswith("<|channel|>analysis<|message|>hm<|end|>")
+    else:
+        assert learned.startswith("<think>\nhm\n</think>\n\nHello")
+    reference = renderer.prompt_reference(conversation)
+    assert reference is not None
+    assert reference.prompt_ids.tolist() == sample.input_ids[: len(reference.prompt_ids)].tolist()
+
+
+@pytest.mark.parametrize(
+    "key", ["images", "image", "audio", "video", "function_call", "training_detail", "train_detail"]
+)
+def test_message_keys_that_would_change_the_meaning(key: str) -> None:
+    assert f"messages[1].{key} is not supported" in failure(**{key: [{"x": 1}]}).message
+    assert key in answer_of(**{key: []}).extra

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ class SftTrainer(SFTTrainer):
         self._evaluated: dict[str, float] = {}
         self._evaluated_step = -1
         self._logged_step = 0
+        self.learning_rate_factor: Callable[[int], float] = lambda step: 1.0
         self._skipped_steps = 0
         self._skipped_in_a_row = 0
 
@@ -104,6 +105,16 @@ class SftTrainer(SFTTrainer):
         else:
             self._load_from_checkpoint(str(checkpoint))
             self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Makes the schedule from `learning_rate_factor`; transformers' own give the first step no rate at all."""
+        if self.lr_scheduler is None:
+            scheduled: Any = optimizer or self.optimizer
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(scheduled, self.learning_rate_factor)
+        assert isinstance(self.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+        return self.lr_scheduler
 
     # --- one step
 
@@ -161,18 +172,27 @@ class SftTrainer(SFTTrainer):
     ) -> dict[str, float]:
         """Mean loss over all supervised tokens of the held-out rows, whatever the batch size.
 
-        The loss of a step is computed once, however often it is asked for. `scores` are logged beside it.
+        `scores` are logged beside it.
         """
-        step = self.state.global_step
-        if self._evaluated_step != step:
-            self._evaluated, self._evaluated_step = self._held_out_loss(), step
-        metrics = {f"{metric_key_prefix}_{key}": value for key, value in (self._evaluated | (scores or {})).items()}
+        figures = self.held_out_loss() | (scores or {})
+        metrics = {f"{metric_key_prefix}_{key}": value for key, value in figures.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def held_out_loss(self) -> dict[str, float]:
+        """Returns `loss`, `tokens` and `seconds` of the held-out rows at this step; computed once a step.
+
+        Raises:
+            GateStopped: the loss is not finite.
+        """
+        step = self.state.global_step
+        if self._evaluated_step != step:
+            self._evaluated, self._evaluated_step = self._compute_held_out_loss(), step
+        return self._evaluated
+
     @torch.no_grad()
-    def _held_out_loss(self) -> dict[str, float]:
+    def _compute_held_out_loss(self) -> dict[str, float]:
         started = time.perf_counter()
         was_training = self.trained.training
         self.trained.eval()

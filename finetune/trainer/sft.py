@@ -87,6 +87,7 @@ class SftTrainer(SFTTrainer):
         self.learning_rate_factor: Callable[[int], float] = lambda step: 1.0
         self._skipped_steps = 0
         self._skipped_in_a_row = 0
+        self._loss_scale = math.inf
 
     @property
     def trained(self) -> nn.Module:
@@ -247,8 +248,9 @@ class SftTrainer(SFTTrainer):
         is_finite = math.isfinite(logs["loss"])
         if is_finite and math.isfinite(grad_norm):
             self._skipped_in_a_row = 0
+            self._loss_scale_fell()
             return
-        if is_finite and self.args.fp16 and self.accelerator.optimizer_step_was_skipped:
+        if is_finite and self._loss_scale_fell():
             # fp16's loss scale grows until a gradient overflows; that step is left out and the scale halved.
             self._skipped_steps += 1
             self._skipped_in_a_row += 1
@@ -265,6 +267,17 @@ class SftTrainer(SFTTrainer):
             remedy="Lower training.learning_rate, look at these rows, or use model.dtype=bf16 in place of fp16. "
             + self._what_is_left(),
         )
+
+    def _loss_scale_fell(self) -> bool:
+        """Says whether fp16's loss scale is lower than when it was last asked for: the sign of a step left out.
+
+        accelerate's own flag misses it for fused optimizers, which leave the step out themselves.
+        """
+        scaler = self.accelerator.scaler
+        if scaler is None:
+            return False
+        before, self._loss_scale = self._loss_scale, scaler.get_scale()
+        return self._loss_scale < before
 
     def _what_is_left(self) -> str:
         """Says which checkpoint a stopped run leaves; each was looked at before it was written."""

@@ -6,6 +6,7 @@ Nothing heavy is imported before the recipe is known to be right, so a wrong rec
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 import time
 import traceback
@@ -17,7 +18,7 @@ import typer
 
 import finetune
 from finetune.console import Console
-from finetune.errors import EnvironmentProblem, FinetuneError, Interrupted, OutOfMemory, RecipeError
+from finetune.errors import EnvironmentProblem, ExitCode, FinetuneError, Interrupted, OutOfMemory, RecipeError
 from finetune.process import prepare_process
 from finetune.recipe.load import load_recipe
 
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(is_json="--json" in arguments)
     try:
         code = app(args=arguments, prog_name="finetune", standalone_mode=False)
+        if code == ExitCode.INTERRUPTED:  # Typer's own answer to Ctrl-C, which says nothing
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
         return _report(Interrupted("stopped", remedy="Give the command again."), console)
@@ -81,6 +84,7 @@ def train(
 ) -> None:
     """Train as the recipe says: from data and weights to a run folder."""
     started = time.perf_counter()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does, with its report
     console = Console(is_json=is_json)
     loaded = load_recipe(recipe, overrides=overrides or [])
     prepare_process(model_is_local=Path(loaded.model.path).is_absolute())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -110,8 +111,18 @@ class Console:
                 self.line(f"{_padded(column, label_width)}  {cell}".rstrip())
 
 
+class _Stream(rich.console.Console):
+    """A stream whose reader may go away, as `head` does: the run goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        """Sends what follows nowhere; rich would end the process, and with it the training."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2 if self.stderr else 1)
+        os.close(nowhere)
+
+
 def _rich_console(*, is_stderr: bool) -> rich.console.Console:
-    return rich.console.Console(stderr=is_stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    return _Stream(stderr=is_stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def _print(stream: rich.console.Console, text: Text) -> None:

@@ -16,11 +16,11 @@ def prepare_process(*, model_is_local: bool) -> None:
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ["DISABLE_TELEMETRY"] = "1"
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries; the error that follows them is ours to tell
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # What libraries tell their own developers; no user of this program can act on it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|peft|torch|bitsandbytes)\b")
-    for library in ("bitsandbytes", "huggingface_hub"):
-        logging.getLogger(library).setLevel(logging.ERROR)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # Threads of libgomp spin at a barrier before they sleep; with another busy process beside, they spin away the time
     # that the awaited thread needs. Fewer spins cost 3 % alone and save 60 % then: docs/benchmarks/cpu_spin_count.json.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")

@@ -60,13 +60,16 @@ def train(
     prepared = prepare(recipe, say=console.line)
     show_plan(console, prepared)
     if dry_run:
-        return TrainOutcome("dry-run", None, prepared.plan_dict(), {"trained": prepared.trained_dict()})
+        console.line(f"dry run: nothing wrong was found; the run would write into {folder}", style="bold")
+        details = {"trained": prepared.trained_dict(), "ledgers": prepared.ledgers_dict()}
+        return TrainOutcome("dry-run", None, prepared.plan_dict(), details)
 
     if resume:
         run = open_run_folder(folder)
     else:
         environment = collect_environment()
         run = create_run_folder(folder, recipe_text=dump_recipe(recipe), recipe_hash=digest, environment=environment)
+    run.require_same_data(prepared.data_digest())
 
     # From here on the run writes; whatever happens below, its report says so.
     with run.lock(), closing_report(run, recipe, prepared, started=started) as ending:
@@ -81,10 +84,12 @@ def train(
             trainer.train_from(checkpoint)
             ending.note_training(trainer.meter, first_step_at=watchers.first_step.finished_at)
             watchers.raise_if_interrupted(trainer)
+            # The result is saved once it is known to be sound, and before a score could fail.
+            ending.checks.append(check_weights_are_finite(trainer.trained))
+            evaluator.require_finite_loss()
+            with trainer.config_as_loaded():
+                ending.artifacts = save_result(run, trainer.trained, prepared.tokenizer)
             ending.after = evaluator.measure()
             ending.timings["evaluation_seconds"] = evaluator.seconds
-            ending.checks.append(check_weights_are_finite(trainer.trained))
-        with trainer.config_as_loaded():
-            ending.artifacts = save_result(run, trainer.trained, prepared.tokenizer)
     show_result(console, run, ending.report)
     return TrainOutcome(ending.status, str(run.path), prepared.plan_dict(), ending.report)

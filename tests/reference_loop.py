@@ -24,7 +24,7 @@ class Trace:
 def cosine_with_warmup(step: int, *, total: int, warmup: int) -> float:
     """The factor of the learning rate at a step, from 0."""
     if step < warmup:
-        return step / max(1, warmup)
+        return (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(1, total - warmup)
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
 

@@ -56,7 +56,7 @@ def test_a_run_folder_is_whole(parts: Path, tmp_path: Path, capsys: pytest.Captu
     assert {"recipe.yaml", "environment.json", "metrics.jsonl", "curves.png", "checkpoints"} <= set(os.listdir(run))
     metrics = read_metrics(run / "metrics.jsonl")
     assert [record["step"] for record in metrics if record["kind"] == "train"] == [1, 2, 3, 4]
-    assert [record["step"] for record in metrics if record["kind"] == "eval"] == [0, 2, 4, 4]
+    assert [record["step"] for record in metrics if record["kind"] == "eval"] == [0, 2, 4]
     assert (run / "checkpoints" / "checkpoint-4" / "complete.json").is_file()
 
 
@@ -223,6 +223,65 @@ def test_stopped_runs_continue_bit_equal(parts: Path, tmp_path: Path, how: str) 
     assert pairs[0] == pairs[1]
     ends = [load_file(tmp_path / name / "run/adapter/adapter_model.safetensors") for name in ("straight", "broken")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_a_run_is_not_continued_on_other_data(parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file under the same path was replaced: steps would go on at a meaningless place in other data."""
+    data = make_chat_file(tmp_path / "own.jsonl", rows=30)
+    recipe = write_recipe(parts, tmp_path, evaluation={"metrics": ["./late.py"], "at_start": False})
+    (tmp_path / "late.py").write_text("def score(prediction, reference):\n    raise KeyError('late')\n")
+    arguments = ["train", str(recipe), f"data.train=[{{path: {data}}}]"]
+    assert main(arguments) == ExitCode.RECIPE
+    make_chat_file(data, rows=30, seed=7)
+    capsys.readouterr()
+    assert main([*arguments, "--resume", "--json"]) == ExitCode.DATA
+    assert "data differ" in json.loads(capsys.readouterr().out)["message"]
+
+
+def test_a_score_that_fails_at_the_end_costs_no_training(parts: Path, tmp_path: Path) -> None:
+    """The adapter is saved before it is scored, and --resume scores it without training on."""
+    metric = tmp_path / "late.py"
+    recipe = write_recipe(parts, tmp_path, evaluation={"metrics": ["./late.py"], "at_start": False})
+    metric.write_text("def score(prediction, reference):\n    return float('nan')\n")
+    assert main(["train", str(recipe)]) == ExitCode.RECIPE
+    run = tmp_path / "run"
+    saved = (run / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert json.loads((run / "report.json").read_text())["status"] == "failed"
+    metric.write_text("def score(prediction, reference):\n    return 0.25\n")
+    assert main(["train", str(recipe), "--resume"]) == 0
+    assert (run / "adapter" / "adapter_model.safetensors").read_bytes() == saved
+    report = json.loads((run / "report.json").read_text())
+    assert report["scores"]["late"]["after"] == 0.25
+    assert report["summary"]["steps"] == 4
+    assert sorted(os.listdir(run / "checkpoints")) == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_that_goes_away_does_not_end_the_run(parts: Path, tmp_path: Path, stream: str) -> None:
+    """`finetune train ... | head -1` ended in the middle without a word."""
+    command = [sys.executable, "-m", "finetune", "train", str(write_recipe(parts, tmp_path))]
+    command += ["--json"] if stream == "stderr" else []
+    reading, writing = os.pipe()
+    os.close(reading)
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | {stream: writing}
+    done = subprocess.run(command, **streams)
+    os.close(writing)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["status"] == "done"
+
+
+def test_sigterm_outside_the_steps_ends_with_a_report(parts: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef score(prediction, reference):\n    time.sleep(60)\n")
+    recipe = write_recipe(parts, tmp_path, evaluation={"metrics": ["./slow.py"], "at_start": False})
+    command = [sys.executable, "-m", "finetune", "train", str(recipe), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    _wait_for(lambda: (tmp_path / "run" / "adapter" / "tokenizer.json").exists(), process)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert json.loads(out)["exit_code"] == ExitCode.INTERRUPTED
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["status"] == "interrupted"
 
 
 def test_a_finished_run_is_not_continued(parts: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -31,8 +33,12 @@ def choose_pad_token(tokenizer: PreTrainedTokenizerBase, *, num_rows: int) -> in
     return 0
 
 
-def load_model(plan: ModelPlan, *, seed: int) -> PreTrainedModel:
+def load_model(plan: ModelPlan, *, seed: int, say: Callable[[str], None] = print) -> PreTrainedModel:
     """Loads or draws the weights on the plan's device, in its number format, quantized where the recipe says so.
+
+    Args:
+        seed: of random weights.
+        say: prints a warning about tensors that the model has no use for.
 
     Raises:
         EnvironmentProblem: weights are missing, broken, or do not fit the config.
@@ -61,6 +67,11 @@ def load_model(plan: ModelPlan, *, seed: int) -> PreTrainedModel:
             remedy="Download the model again, or check that its weights belong to its config.json.",
         ) from error
     _require_complete(section, info)
+    if unused := sorted(info.get("unexpected_keys", ())):
+        say(
+            f"{len(unused)} tensors of the weights' files are not part of this model, such as {unused[0]}: does "
+            f"config.json belong to them?"
+        )
     keep_training_layout(model)
     return model
 

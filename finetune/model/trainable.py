@@ -37,6 +37,16 @@ class TrainableTable:
     trainable_bytes: int
 
     @property
+    def num_frozen(self) -> int:
+        """Weights that stay as they are."""
+        return self.num_total - self.num_trainable
+
+    @property
+    def num_base(self) -> int:
+        """Weights of the base model: without the adapter, or all of them where there is none."""
+        return self.num_frozen or self.num_total
+
+    @property
     def share(self) -> float:
         """Trained weights over all weights, 0 to 1."""
         return self.num_trainable / self.num_total if self.num_total else 0.0

@@ -174,11 +174,16 @@ def _syntax_problem(error: yaml.MarkedYAMLError, source: TextSource) -> YamlProb
     return YamlProblem(message, place, "Check indentation, colons, quotes and brackets at that line and the one above.")
 
 
+MAX_NODES = 100_000
+"""Values of a file; aliases of aliases could stand for billions."""
+
+
 class _Converter:
     """Turns PyYAML's nodes into ours."""
 
     def __init__(self, source: TextSource) -> None:
         self.source = source
+        self._num_nodes = 0
 
     def place(self, node: yaml.Node) -> Place:
         return self.source.place(node.start_mark.line + 1, node.start_mark.column + 1)
@@ -187,6 +192,11 @@ class _Converter:
         place = self.place(node)
         if any(node is parent for parent in parents):
             raise YamlProblem("an alias that contains itself", place, "Write the values out.")
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise YamlProblem(
+                f"more than {MAX_NODES:,} values, aliases counted each time", place, "Write fewer values."
+            )
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         inside = (*parents, node)
         if isinstance(node, yaml.MappingNode) and kind == "map":

@@ -17,6 +17,8 @@ from finetune.recipe.paths import is_hub_dataset, is_hub_id
 from finetune.recipe.schema import EvaluationSection, LoraAdapter, NoAdapter, Recipe
 
 METRICS = ("exact_match",)
+TAKEN_METRIC_NAMES = frozenset({"loss", "tokens", "seconds"})
+"""Names under which the held-out loss and its counts are recorded."""
 """Metrics that need no file."""
 
 
@@ -241,14 +243,14 @@ def metrics_are_known(recipe: Recipe) -> Violation | None:
 def metric_names_differ(recipe: Recipe) -> Violation | None:
     """Scores are recorded under the metric's name (a file's without `.py`), so two may not share one."""
     names = [Path(metric).stem for metric in recipe.evaluation.metrics]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted({name for name in names if names.count(name) > 1} | (TAKEN_METRIC_NAMES & set(names)))
     if not twice:
         return None
     return Violation(
         keys=("evaluation.metrics",),
         found=list(recipe.evaluation.metrics),
-        allowed="a list of metrics with different names",
-        reason=f"two would be recorded as `eval_{twice[0]}`",
+        allowed=f"metrics with names of their own, not {', '.join(sorted(TAKEN_METRIC_NAMES))}",
+        reason=f"two values would be recorded as `eval_{twice[0]}`",
         remedy="Remove one, or rename its file.",
     )
 

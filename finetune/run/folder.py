@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from finetune.errors import EnvironmentProblem, RecipeError
+from finetune.errors import DataError, EnvironmentProblem, RecipeError
 from finetune.run.atomic import write_json, write_text
 from finetune.run.checkpoints import CheckpointScan, scan_checkpoints
 from finetune.run.disk import nearest_existing_folder
@@ -91,6 +91,23 @@ class RunFolder:
         if status not in get_args(Status):
             raise ValueError(f"unknown status {status!r}")
         write_json(self.manifest_path, {**self.manifest(), "status": status, "updated": _now()})
+
+    def require_same_data(self, digest: str) -> None:
+        """Records the hash of the run's data, or compares it with the one recorded when the run began.
+
+        Raises:
+            DataError: the data are not those that the run began with.
+        """
+        manifest = self.manifest()
+        recorded = manifest.get("data_digest")
+        if recorded is None:
+            write_json(self.manifest_path, {**manifest, "data_digest": digest})
+        elif recorded != digest:
+            raise DataError(
+                "the data differ from those that this run began with, so it cannot be continued on them",
+                place=str(self.path),
+                remedy="Put the data files back as they were, or start a new run with another output.dir.",
+            )
 
     def scan_checkpoints(self) -> CheckpointScan:
         """Returns the complete checkpoints, oldest first, and the incomplete ones with the reason."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,17 +15,16 @@ from trl.trainer.sft_config import SFTConfig
 from finetune.data.collate import RowCollator
 from finetune.model.adapter import add_adapter
 from finetune.model.load import load_model, vocabulary_rows
-from finetune.model.quantize import unquantized_bytes
 from finetune.recipe.schema import Recipe
 from finetune.run.folder import RunFolder
 from finetune.trainer.callbacks.log_on_time import LogOnTimeCallback
 from finetune.trainer.checks import Check, check_documents_are_separate
 from finetune.trainer.ending import Ending
 from finetune.trainer.prepare import Prepared
+from finetune.trainer.schedule import learning_rate_factor
 from finetune.trainer.sft import SftTrainer
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw_8bit": "paged_adamw_8bit"}
-SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
 
 def build_model(recipe: Recipe, prepared: Prepared, *, say: Callable[[str], None], ending: Ending) -> nn.Module:
@@ -38,9 +38,7 @@ def build_model(recipe: Recipe, prepared: Prepared, *, say: Callable[[str], None
         FinetuneError: the weights cannot be used, or documents would see each other.
     """
     begun = time.perf_counter()
-    base = load_model(prepared.model, seed=recipe.training.seed)
-    if recipe.model.quantization == "nf4" and (left := unquantized_bytes(base)):
-        say(f"nf4 covers linear layers only: the experts' weights stay as they are ({left / 2**30:.2f} GiB).")
+    base = load_model(prepared.model, seed=recipe.training.seed, say=say)
     model = add_adapter(base, recipe.adapter, targets=prepared.targets)
     ending.timings["load_seconds"] = time.perf_counter() - begun
     if recipe.data.packing:
@@ -64,6 +62,7 @@ def build_trainer(
         collator=RowCollator(row_length=row_length, pad_token_id=prepared.pad_token_id),
         callbacks=[*callbacks, LogOnTimeCallback()],  # last: it looks at what the others asked for
     )
+    trainer.learning_rate_factor = partial(learning_rate_factor, schedule=recipe.training.schedule, plan=prepared.steps)
     trainer.remove_callback(PrinterCallback)  # transformers' own progress lines; ours replace them
     return trainer
 
@@ -79,8 +78,6 @@ def _arguments(recipe: Recipe, prepared: Prepared, *, output_dir: Path) -> SFTCo
         per_device_eval_batch_size=steps.rows_per_micro_batch,
         gradient_accumulation_steps=steps.micro_batches_per_step,
         learning_rate=training.learning_rate,
-        lr_scheduler_type=SCHEDULES[training.schedule],
-        warmup_steps=steps.warmup_steps,
         optim=OPTIMIZERS[training.optimizer],
         weight_decay=training.weight_decay,
         max_grad_norm=training.max_grad_norm,

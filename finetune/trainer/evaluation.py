@@ -32,6 +32,7 @@ class Evaluator:
             stop_ids=stop_tokens(prepared.tokenizer, trainer.trained, prepared.dataset.train),
             pad_token_id=prepared.pad_token_id,
             max_new_tokens=recipe.evaluation.max_new_tokens,
+            max_positions=getattr(prepared.model.config.get_text_config(), "max_position_embeddings", None),
             autocast=lambda: trainer.accelerator.autocast(),
         )
         self.seconds = 0.0
@@ -47,6 +48,15 @@ class Evaluator:
         if measurement is not None:
             write_json(self._before_path, measurement.as_dict())
         return measurement
+
+    def require_finite_loss(self) -> None:
+        """Computes the held-out loss, which `measure` takes over.
+
+        Raises:
+            GateStopped: it is not finite.
+        """
+        if self._trainer.eval_dataset is not None:
+            self._trainer.held_out_loss()
 
     def measure(self) -> Measurement | None:
         """Evaluates the model as it is; loss and scores go to the metrics as one record."""

@@ -28,6 +28,7 @@ class Generator:
         model: base or PEFT model.
         stop_ids: tokens that end an answer.
         max_new_tokens: longest answer.
+        max_positions: where the model's positions end; answers end there too.
         autocast: makes the context that training's forward runs in.
     """
 
@@ -36,6 +37,7 @@ class Generator:
     stop_ids: tuple[int, ...]
     pad_token_id: int
     max_new_tokens: int
+    max_positions: int | None = None
     autocast: Callable[[], AbstractContextManager[None, bool | None]] = nullcontext
 
     @torch.no_grad()
@@ -57,11 +59,12 @@ class Generator:
         for row, prompt in enumerate(prompts):  # padded on the left: answers start in one column
             input_ids[row, longest - len(prompt) :] = prompt
             mask[row, longest - len(prompt) :] = 1
+        room = self.max_new_tokens if self.max_positions is None else max(1, self.max_positions - longest)
         with self.autocast():
             tokens = self.model.generate(  # pyright: ignore[reportCallIssue] - nn.Module to the checker
                 input_ids=torch.from_numpy(input_ids).to(device),
                 attention_mask=torch.from_numpy(mask).to(device),
-                max_new_tokens=self.max_new_tokens,
+                max_new_tokens=min(self.max_new_tokens, room),
                 do_sample=False,
                 eos_token_id=list(self.stop_ids),
                 pad_token_id=self.pad_token_id,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.build import Dataset, build_dataset, plan_rows
 from finetune.data.rows import RowDataset
 from finetune.data.store import SampleStore
+from finetune.data.types import PromptReference
 from finetune.errors import RecipeError
 from finetune.model.adapter import AdapterTargets, add_adapter, choose_targets
 from finetune.model.config import ModelPlan, plan_model
@@ -57,6 +60,25 @@ class Prepared:
             **self.steps.as_dict(),
             "checkpoint_bytes": self.table.checkpoint_bytes,
         }
+
+    def ledgers_dict(self) -> dict[str, dict[str, object]]:
+        """What became of each record and token."""
+        ledgers = {"train": self.dataset.ledger.as_dict()}
+        if self.dataset.eval_ledger is not None:
+            ledgers["eval"] = self.dataset.eval_ledger.as_dict()
+        return ledgers
+
+    def data_digest(self) -> str:
+        """Hash of all samples, in order, by which a continued run knows its data again.
+
+        It is made of the samples' own hashes and their numbers of tokens and learned tokens; no token is read for it.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        for store in (self.dataset.train, self.dataset.eval):
+            if store is not None:
+                for array in (store.digests, store.lengths, store.supervised):
+                    digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
     def trained_dict(self) -> dict[str, object]:
         """What is trained, for the report and `--json`."""
@@ -105,9 +127,19 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
         train_rows=train_rows,
         eval_rows=eval_rows,
         steps=plan_steps(recipe.training, num_rows=len(train_rows)),
-        held_out=HeldOut.of(recipe.evaluation, dataset.references),
+        held_out=HeldOut.of(recipe.evaluation, _usable(dataset.references, recipe.data.max_length, say=say)),
         is_packed=recipe.data.packing,
     )
+
+
+def _usable(
+    references: Sequence[PromptReference], max_length: int, *, say: Callable[[str], None]
+) -> list[PromptReference]:
+    """Leaves out prompts that fill a row, of which training too sees no answer."""
+    usable = [reference for reference in references if len(reference.prompt_ids) < max_length]
+    if len(usable) < len(references):
+        say(f"{len(references) - len(usable)} held-out prompts are longer than data.max_length and are not answered")
+    return usable
 
 
 def _require_positions(data: DataSection, plan: ModelPlan) -> None:

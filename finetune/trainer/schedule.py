@@ -31,6 +31,21 @@ class StepPlan:
         return asdict(self) | {"micro_batches_per_step": self.micro_batches_per_step}
 
 
+def learning_rate_factor(step: int, *, schedule: str, plan: StepPlan) -> float:
+    """Returns what the peak learning rate is multiplied with in a step, counted from 0; it is never 0.
+
+    The rate rises in equal parts over the warm-up steps and is at its peak in the step after them; from there it
+    stays (`constant`), or falls towards the 0 that the step after the last one would have (`linear`, `cosine`). So
+    every step trains, also the first of a run with warm-up and the last.
+    """
+    if step < plan.warmup_steps:
+        return (step + 1) / (plan.warmup_steps + 1)
+    done = (step - plan.warmup_steps) / max(1, plan.total_steps - plan.warmup_steps)
+    if schedule == "constant":
+        return 1.0
+    return 1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
 def plan_steps(training: TrainingSection, *, num_rows: int) -> StepPlan:
     """Counts the steps of `training` over `num_rows` rows; at least one."""
     steps_per_epoch = math.ceil(num_rows / training.rows_per_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -36,8 +37,11 @@ def mean_score(score: Score, predictions: Sequence[str], references: Sequence[st
     values = []
     for number, (prediction, reference) in enumerate(zip(predictions, references, strict=True), start=1):
         try:
-            values.append(float(score(prediction, reference)))
-        except Exception as error:  # the user's code may raise whatever it likes; it is told, not hidden
+            value = float(score(prediction, reference))
+            if not math.isfinite(value):
+                raise ValueError(f"it returned {value}")
+            values.append(value)
+        except (Exception, SystemExit) as error:  # the user's code may raise what it likes; it is told, not hidden
             raise RecipeError(
                 f"the metric fails on held-out answer {number}: {type(error).__name__}: {error}",
                 place=f"evaluation.metrics: {score.__code__.co_filename}" if hasattr(score, "__code__") else "",

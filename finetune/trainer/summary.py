@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.console import Console
 from finetune.errors import FinetuneError, GateStopped, Interrupted
+from finetune.model.quantize import unquantized_bytes
 from finetune.recipe.schema import Recipe
 from finetune.run.atomic import write_json, write_text
 from finetune.run.folder import RunFolder, Status
@@ -26,12 +29,15 @@ from finetune.run.report import ReportInputs, build_report
 from finetune.trainer.ending import Ending
 from finetune.trainer.prepare import Prepared
 
+FEW_STEPS = 10
+"""Runs of fewer steps are warned of: packing turns a small data set into a handful of rows."""
+
 
 def show_plan(console: Console, prepared: Prepared) -> None:
     """Prints what is about to be trained, on what, for how long."""
     model, train, steps, table = prepared.model, prepared.train_rows.plan, prepared.steps, prepared.table
     console.line(
-        f"model   {type(model.skeleton).__name__}, {_count(table.num_total)} weights, "
+        f"model   {type(model.skeleton).__name__}, {_count(table.num_base)} weights, "
         f"{str(model.dtype).removeprefix('torch.')}, quantization {model.section.quantization}, "
         f"attention {model.attention}, on {model.device}"
     )
@@ -51,9 +57,18 @@ def show_plan(console: Console, prepared: Prepared) -> None:
         f"{steps.warmup_steps} of them warm-up"
     )
     console.line(
-        f"trained {table.num_trainable:,} of {table.num_total:,} weights ({table.share:.3%}), "
+        f"trained {table.num_trainable:,} weights beside {table.num_frozen:,} frozen ones ({table.share:.3%} of all), "
         f"{table.checkpoint_bytes / 2**20:,.1f} MiB a checkpoint"
     )
+    if steps.total_steps < FEW_STEPS:
+        console.warning(
+            f"only {_plural(steps.total_steps, 'step')}, too few to learn much: the data make {len(train):,} rows. "
+            "Lower training.rows_per_step or raise training.epochs."
+        )
+    if model.section.quantization == "nf4" and (left := unquantized_bytes(model.skeleton)):
+        console.warning(
+            f"nf4 covers linear layers only: the experts' weights stay as they are ({left / 2**30:.2f} GiB)."
+        )
     if prepared.targets is None and model.dtype != torch.float32:
         console.warning(
             f"all weights are trained in {str(model.dtype).removeprefix('torch.')}, where small updates round away; "
@@ -69,7 +84,7 @@ def show_plan(console: Console, prepared: Prepared) -> None:
 def show_start(console: Console, prepared: Prepared, checkpoint: Path | None) -> None:
     """Prints that training begins, or where it goes on."""
     what = "an adapter" if prepared.targets is not None else "all weights"
-    how = f"continuing from {checkpoint.name}" if checkpoint else "training"
+    how = f"continuing from {checkpoint.name}" if checkpoint else "training from the first step"
     console.line(f"{how}: {what}, {prepared.steps.total_steps:,} steps")
 
 
@@ -109,8 +124,8 @@ def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, starte
 
 def _close(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -> None:
     ending.timings["total_seconds"] = time.perf_counter() - ending.started
-    run.set_status(ending.status)
     ending.report = write_report(run, recipe, prepared, ending)
+    run.set_status(ending.status)  # last: a run without its report is not done
 
 
 def _status_of(error: BaseException) -> Status:
@@ -122,7 +137,6 @@ def _status_of(error: BaseException) -> Status:
 def write_report(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -> dict[str, Any]:
     """Writes report.json, report.html and curves.png from what is known now; returns the report."""
     metrics = read_metrics(run.metrics_path) if run.metrics_path.exists() else []
-    eval_ledger = prepared.dataset.eval_ledger
     report = build_report(
         ReportInputs(
             status=ending.status,
@@ -130,10 +144,7 @@ def write_report(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: End
             recipe=recipe.model_dump(mode="json"),
             plan=prepared.plan_dict(),
             trained=prepared.trained_dict(),
-            ledgers={
-                "train": prepared.dataset.ledger.as_dict(),
-                **({"eval": eval_ledger.as_dict()} if eval_ledger is not None else {}),
-            },
+            ledgers=prepared.ledgers_dict(),
             environment=_read_environment(run),
             metrics=metrics,
             samples=prepared.held_out.samples(ending.before, ending.after),
@@ -174,9 +185,11 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
         console.line(f"{artifact['name']:<10}{_shown(Path(artifact['path']))} ({artifact['bytes'] / 2**20:.1f} MiB)")
     console.line(f"report    {_shown(run.report_html)}")
     console.line(f"metrics   {_shown(run.metrics_path)}")
+    command = _command()
     console.line("next      open the report, or train on your own file:")
-    console.line(f"          finetune train {_shown(run.recipe_path)} data.train.0.path=FILE.jsonl \\")
-    console.line("              'data.eval={fraction: 0.1}' output.dir=runs/NAME")
+    console.line(f"          {command} train {_shown(run.recipe_path)} \\")
+    console.line("              'data.train=[{path: FILE.jsonl}]' 'data.eval={fraction: 0.1}' \\")
+    console.line("              output.dir=runs/NAME")
 
 
 def _read_environment(run: RunFolder) -> dict[str, Any]:
@@ -197,6 +210,12 @@ def _count(number: int) -> str:
 def _one_line(text: str | None, *, limit: int = 160) -> str:
     flat = " ".join((text or "").split())
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."
+
+
+def _command() -> str:
+    """The program as the user called it, so that the line can be pasted."""
+    called = Path(sys.argv[0])
+    return _shown(called) if called.name == "finetune" and shutil.which("finetune") is None else "finetune"
 
 
 def _shown(path: Path) -> str:

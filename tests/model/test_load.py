@@ -76,6 +76,23 @@ def test_missing_tensors_are_not_filled_with_random_ones(tmp_path: Path) -> None
         load_model(plan_model(section(folder), packing=True), seed=0)
 
 
+def test_weights_that_the_model_does_not_use_are_told(tmp_path: Path) -> None:
+    """A config with fewer layers than its weights gave a truncated model without a word."""
+    folder = make_model_folder(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    said: list[str] = []
+    load_model(plan_model(section(folder), packing=True), seed=0, say=said.append)
+    assert len(said) == 1
+    assert "9 tensors" in said[0]
+    assert "model.layers.1." in said[0]
+
+
+def test_fp16_on_the_cpu_is_refused(folder: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="GPU"):
+        plan_model(section(folder, dtype="fp16"), packing=True)
+
+
 def test_cut_weights_are_an_error(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model", "llama")
     path = folder / "model.safetensors"

@@ -149,6 +149,16 @@ WHOLE = {"model": {"path": "a"}, "data": {"train": [{"path": "x"}]}, "output": {
 """A recipe that holds, so that values laid over it are looked at one by one."""
 
 
+def test_aliases_of_aliases_are_refused(tmp_path: Path) -> None:
+    """Nine levels of nine aliases stand for 387 million values, which took minutes to write out."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
+    path = tmp_path / "r.yaml"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(RecipeError, match="aliases"):
+        load_recipe(path)
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     values=VALUES | st.dictionaries(KEYS, VALUES).map(lambda values: WHOLE | values),

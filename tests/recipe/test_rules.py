@@ -150,9 +150,16 @@ BROKEN = [
     pytest.param(
         ["evaluation.metrics=[exact_match, exact_match]", "data.eval={fraction: 0.1}"],
         rules.metric_names_differ,
-        "two would be recorded as `eval_exact_match`",
+        "two values would be recorded as `eval_exact_match`",
         "Remove one",
         id="metric-twice",
+    ),
+    pytest.param(
+        ["evaluation.metrics=[./loss.py]", "data.eval={fraction: 0.1}"],
+        rules.metric_names_differ,
+        "two values would be recorded as `eval_loss`",
+        "rename",
+        id="metric-named-as-the-loss",
     ),
 ]
 
@@ -160,6 +167,7 @@ BROKEN = [
 @pytest.fixture
 def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "loss.py").write_text("def score(prediction, reference): return 0.0", encoding="utf-8")
     path = tmp_path / "r.yaml"
     path.write_text(MINIMAL)
     return path

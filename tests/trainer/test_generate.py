@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +49,12 @@ def test_an_answer_ends_before_its_stop_token(model: torch.nn.Module) -> None:
     stop = tokens[3]
     (answer,) = generator(model, stop_ids=(stop,)).answer([PROMPTS[1]])
     assert answer == make_tokenizer().decode(tokens[: tokens.index(stop)], skip_special_tokens=True)
+
+
+def test_answers_end_where_the_models_positions_do(model: torch.nn.Module) -> None:
+    short = replace(generator(model, stop_ids=()), max_positions=20)
+    tokens = greedy(model.eval(), PROMPTS[1], 3)
+    assert short.answer([PROMPTS[1]]) == [make_tokenizer().decode(tokens, skip_special_tokens=True)]
 
 
 def test_mode_and_router_logits_are_put_back(model: torch.nn.Module) -> None:

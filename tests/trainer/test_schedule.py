@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetune.recipe.schema import TrainingSection
-from finetune.trainer.schedule import plan_steps
+from finetune.trainer.schedule import learning_rate_factor, plan_steps
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,30 @@ from finetune.trainer.schedule import plan_steps
 def test_steps(num_rows: int, values: dict, steps: int, warmup: int) -> None:
     plan = plan_steps(TrainingSection(rows_per_step=8, **values), num_rows=num_rows)
     assert (plan.total_steps, plan.warmup_steps) == (steps, warmup)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(("total", "fraction"), [(1, 0.03), (20, 0.2), (20, 0.0), (7, 0.99)])
+def test_every_step_has_a_rate(schedule: str, total: int, fraction: float) -> None:
+    """transformers' schedules give the first step of a warm-up no rate: a run of one step trained nothing."""
+    training = TrainingSection(rows_per_step=1, max_steps=total, epochs=total, warmup_fraction=fraction)
+    plan = plan_steps(training, num_rows=1)
+    rates = [learning_rate_factor(step, schedule=schedule, plan=plan) for step in range(total)]
+    assert all(0.0 < rate <= 1.0 for rate in rates)
+    warmup = plan.warmup_steps
+    assert rates[: warmup + 1] == sorted(rates[: warmup + 1])
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    assert warmup >= total or rates[warmup] == 1.0
+
+
+def test_the_schedules_have_their_shapes() -> None:
+    plan = plan_steps(TrainingSection(rows_per_step=1, max_steps=12, epochs=12, warmup_fraction=0.16), num_rows=1)
+    assert plan.warmup_steps == 2
+    halfway = 2 + 5
+    assert learning_rate_factor(0, schedule="linear", plan=plan) == pytest.approx(1 / 3)
+    assert learning_rate_factor(halfway, schedule="linear", plan=plan) == pytest.approx(0.5)
+    assert learning_rate_factor(halfway, schedule="cosine", plan=plan) == pytest.approx(0.5)
+    assert learning_rate_factor(11, schedule="constant", plan=plan) == 1.0
 
 
 def test_micro_batches() -> None:

@@ -19,3 +19,5 @@ class LogOnTimeCallback(TrainerCallback):
         is_last = state.global_step >= state.max_steps or control.should_training_stop
         if is_last or control.should_save or control.should_evaluate:
             control.should_log = True
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = False  # the run measures its result itself, once, with the scores

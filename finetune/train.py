@@ -88,7 +88,7 @@ def train(
             ending.checks.append(check_weights_are_finite(trainer.trained))
             evaluator.require_finite_loss()
             with trainer.config_as_loaded():
-                ending.artifacts = save_result(run, trainer.trained, prepared.tokenizer)
+                ending.artifacts = save_result(run, trainer.trained, prepared.tokenizer, stop_ids=evaluator.stop_ids)
             ending.after = evaluator.measure()
             ending.timings["evaluation_seconds"] = evaluator.seconds
     show_result(console, run, ending.report)

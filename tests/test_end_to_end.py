@@ -110,6 +110,20 @@ def test_a_full_run_saves_a_model_that_transformers_loads(parts: Path, tmp_path:
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, base.model.layers[0].mlp.up_proj.weight)
 
 
+def test_a_base_model_trained_on_chat_stops_at_its_turns_end(parts: Path, tmp_path: Path) -> None:
+    """P18: tokenizer and config of the base end with <|endoftext|>, turns end with <|im_end|>."""
+    base = make_model_folder(tmp_path / "base", "llama", eos_token_id=256)
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(base)
+    recipe = write_recipe(parts, tmp_path, adapter={"type": "none"})
+    for loss_on in ("assistant", "all"):  # with all, the last learned token is the line break after the turn
+        arguments = [f"model.path={base}", f"data.loss_on={loss_on}", f"output.dir={tmp_path / loss_on}"]
+        assert main(["train", str(recipe), *arguments]) == 0
+        saved = json.loads((tmp_path / loss_on / "model" / "generation_config.json").read_text())
+        assert saved["eos_token_id"] == [256, 258]
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_a_full_run_saves_the_config_that_it_loaded(parts: Path, tmp_path: Path, kind: str) -> None:
     """A config left as in training makes a plain batched `generate` of the saved mixture of experts fail."""

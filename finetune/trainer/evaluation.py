@@ -35,6 +35,8 @@ class Evaluator:
             max_positions=getattr(prepared.model.config.get_text_config(), "max_position_embeddings", None),
             autocast=lambda: trainer.accelerator.autocast(),
         )
+        self.stop_ids = self._generator.stop_ids
+        """Tokens that end an answer."""
         self.seconds = 0.0
         """Time spent measuring."""
 

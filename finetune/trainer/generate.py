@@ -13,11 +13,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.store import SampleStore
-from finetune.data.types import IGNORE_INDEX
 
 MAX_BATCH_TOKENS = 16_384
 """Prompt and answer slots of one batch, which bounds the key-value cache."""
 MAX_BATCH_PROMPTS = 64
+SAMPLES_LOOKED_AT = 200
+"""Training samples whose learned tokens are looked at for what ends an answer."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,14 @@ class Generator:
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: nn.Module, train: SampleStore) -> tuple[int, ...]:
-    """Returns the ids that end an answer: the tokenizer's, the generation config's, and the one that the training
-    data ends its first sample's last answer with (a base model's own end is often another token)."""
+    """Returns the ids that end an answer: the tokenizer's end, the generation config's, and the last special token that
+    is learned in each training sample, which ends its last turn (a base model's own end is often another one)."""
     configured = model.generation_config.eos_token_id  # pyright: ignore[reportAttributeAccessIssue]
-    labels = train[0].labels
-    ids = [
-        tokenizer.eos_token_id,
-        *(configured if isinstance(configured, list) else [configured]),
-        int(labels[labels != IGNORE_INDEX][-1]),
-    ]
+    special = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    learned = (train[index].labels for index in range(min(len(train), SAMPLES_LOOKED_AT)))
+    ends = (labels[np.isin(labels, special)] for labels in learned)
+    last = {int(found[-1]) for found in ends if len(found)}
+    ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured]), *last]
     return tuple(sorted({token for token in ids if isinstance(token, int)}))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,14 @@ def show_start(console: Console, prepared: Prepared, checkpoint: Path | None) ->
     console.line(f"{how}: {what}, {prepared.steps.total_steps:,} steps")
 
 
-def save_result(run: RunFolder, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, object]]:
-    """Saves the adapter as a plain PEFT folder, or the whole model, with the tokenizer; returns what was written."""
+def save_result(
+    run: RunFolder, model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, stop_ids: Sequence[int]
+) -> list[dict[str, object]]:
+    """Saves the adapter as a plain PEFT folder, or the whole model, with the tokenizer; returns what was written.
+
+    A whole model's generation config gets `stop_ids`, the tokens that end an answer: a base model that was trained on
+    chat would otherwise go on after its turn.
+    """
     if isinstance(model, PeftModel):
         folder, name = run.adapter_dir, "adapter"
         # "auto" would look at the hub for the base's vocabulary; embeddings are not trained here.
@@ -97,6 +103,7 @@ def save_result(run: RunFolder, model: nn.Module, tokenizer: PreTrainedTokenizer
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card with nothing filled in
     else:
         folder, name = run.model_dir, "model"
+        model.generation_config.eos_token_id = list(stop_ids)  # pyright: ignore[reportAttributeAccessIssue]
         model.save_pretrained(folder)  # pyright: ignore[reportCallIssue] - a PreTrainedModel
     tokenizer.save_pretrained(folder)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

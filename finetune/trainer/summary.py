@@ -103,7 +103,8 @@ def save_result(
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card with nothing filled in
     else:
         folder, name = run.model_dir, "model"
-        model.generation_config.eos_token_id = list(stop_ids)  # pyright: ignore[reportAttributeAccessIssue]
+        generation: Any = model.generation_config
+        generation.eos_token_id = list(stop_ids)
         model.save_pretrained(folder)  # pyright: ignore[reportCallIssue] - a PreTrainedModel
     tokenizer.save_pretrained(folder)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -56,6 +56,10 @@ def train(
     values = recipe.model_dump(mode="json")
     check_output_folder(folder, recipe_hash=digest, resume=resume, recipe=values, may_differ=MAY_DIFFER_ON_RESUME)
 
+    if resume and (date := open_run_folder(folder).date) is not None:
+        # A template that prints today's date goes on with the day that the run began on.
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"date": date})})
+
     # Everything that can be wrong without weights: config, targets, labels, lengths, disk.
     prepared = prepare(recipe, say=console.line)
     show_plan(console, prepared)
@@ -69,7 +73,7 @@ def train(
     else:
         environment = collect_environment()
         run = create_run_folder(folder, recipe_text=dump_recipe(recipe), recipe_hash=digest, environment=environment)
-    run.require_same_data(prepared.data_digest())
+    run.require_same_data(prepared.data_digest(), date=prepared.dataset.date)
 
     # From here on the run writes; whatever happens below, its report says so.
     with run.lock(), closing_report(run, recipe, prepared, started=started) as ending:

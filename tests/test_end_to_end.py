@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny import make_chat_file, make_model_folder, make_recipe, make_tokenizer
+from tiny import CHATML, make_chat_file, make_model_folder, make_recipe, make_tokenizer
 
 from finetune.cli import main
 from finetune.errors import ExitCode
@@ -250,6 +250,34 @@ def test_a_run_is_not_continued_on_other_data(parts: Path, tmp_path: Path, capsy
     capsys.readouterr()
     assert main([*arguments, "--resume", "--json"]) == ExitCode.DATA
     assert "data differ" in json.loads(capsys.readouterr().out)["message"]
+
+
+def test_a_run_goes_on_with_the_day_that_it_began_on(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that prints today's date gives other tokens tomorrow; --resume refused them as changed data."""
+    import datetime
+
+    import finetune.data.build as build
+
+    base = make_model_folder(tmp_path / "base", "llama")
+    tokenizer = make_tokenizer(template="{{ strftime_now('%Y-%m-%d') }}\n" + CHATML)
+    tokenizer.save_pretrained(base)
+    (tmp_path / "late.py").write_text("def score(prediction, reference):\n    raise KeyError('late')\n")
+    recipe = write_recipe(parts, tmp_path, evaluation={"metrics": ["./late.py"], "at_start": False})
+    arguments = ["train", str(recipe), f"model.path={base}"]
+    assert main(arguments) == ExitCode.RECIPE
+    (tmp_path / "late.py").write_text("def score(prediction, reference):\n    return 1.0\n")
+
+    class Tomorrow(datetime.date):
+        @classmethod
+        def today(cls):
+            return super().today() + datetime.timedelta(days=1)
+
+    monkeypatch.setattr(build, "date", Tomorrow)
+    assert main([*arguments, "--resume"]) == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["plan"]["date_in_template"] == datetime.date.today().isoformat()
 
 
 def test_a_score_that_fails_at_the_end_costs_no_training(parts: Path, tmp_path: Path) -> None:

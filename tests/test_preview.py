@@ -171,3 +171,16 @@ def test_stretches_of_split_characters_lose_no_text() -> None:
     assert document.text == "a\u6f22b"
     assert [stretch.is_learned for stretch in document.stretches] == [False, True]
     assert sum(document.mask) == len(ids) - 2
+
+
+def test_a_page_replaces_pages_only(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--html` replaced whatever the path named, the training data too."""
+    data = tmp_path / "data.jsonl"
+    before = data.read_bytes()
+    error = run_json(capsys, str(recipe), "--html", str(data))
+    assert error["place"] == str(data)
+    assert data.read_bytes() == before
+    page = tmp_path / "page.html"
+    for _ in range(2):
+        run_json(capsys, str(recipe), "--html", str(page))
+    assert page.read_bytes().startswith(b"<!doctype html>")

@@ -3,8 +3,9 @@
     python docs/benchmarks/data_scale.py TOKENIZER_FOLDER [--records 100000] [--bytes 2000] > data_scale.json
 
 Makes the file in a temporary folder, then runs `finetune preview RECIPE --json --rows 0` in fresh processes with a
-token cache of their own: the first start tokenizes, the second one comes from the cache. Memory is sampled over the
-whole process tree, each page counted once (PSS), so it includes the tokens that are mapped from disk.
+token cache of their own: the first start tokenizes, the second one comes from the cache. Each is run once, so the
+record tells no spread. Memory is sampled over the whole process tree, each page counted once (PSS), so it includes the
+tokens that are mapped from disk.
 """
 
 from __future__ import annotations
@@ -75,6 +76,16 @@ def measure(recipe: Path, cache: Path) -> dict[str, object]:
     }
 
 
+def _git_commit() -> str | None:
+    """Returns the short hash of the commit that is checked out, with `-dirty` where files differ; None without git."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
+
+
 def _tree(root: int) -> list[int]:
     """Returns the process and all below it."""
     found, open_list = [], [root]
@@ -119,11 +130,14 @@ def main() -> None:
         "record_version": 1,
         "name": "data_scale",
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "what": "Time and memory of preparing a JSONL file of conversations: first start, and second from the cache.",
+        "what": "Time and memory of preparing a JSONL file of conversations: first start, and second from the cache. "
+        "One run each.",
+        "git_commit": _git_commit(),
         "command": "python docs/benchmarks/data_scale.py TOKENIZER "
         f"--records {options.records} --bytes {options.bytes}",
         "environment": {
             "num_cpus": len(os.sched_getaffinity(0)),
+            "num_cpus_of_machine": os.cpu_count(),
             "python": platform.python_version(),
             "transformers": version("transformers"),
             "tokenizers": version("tokenizers"),
@@ -131,6 +145,7 @@ def main() -> None:
         "tokenizer": options.tokenizer.name,
         "records": options.records,
         "file_bytes": size,
+        "runs_each": 1,
         "first_start": runs[0],
         "second_start": runs[1],
     }

@@ -16,7 +16,7 @@ import numpy as np
 
 from finetune.data.entry import Tokenized
 from finetune.data.gate import Check, GateReport
-from finetune.data.gate_report import gate_report
+from finetune.data.gate_report import cut_check, gate_report
 from finetune.data.ledger import Ledger
 from finetune.data.pack import PackPlan, one_sample_a_row, pack
 from finetune.data.prepared import PreparedSources, date_of, prepare_sources
@@ -51,6 +51,8 @@ class Dataset:
     gate: GateReport
     end_ids: tuple[int, ...]
     """Control tokens that end what is learned: where generation should stop, whatever the model's EOS is."""
+    date: str | None
+    """The date (YYYY-MM-DD) that the chat template writes, in every sample; None where it writes none."""
 
 
 def build_dataset(
@@ -90,14 +92,16 @@ def build_dataset(
         )
     has_own_eval = held_out_source is not source
     counts = [source.counts, held_out_source.counts] if has_own_eval else [source.counts]
+    checks = [*parts.checks, *cut_check([source.ledger, held_out_source.ledger] if has_own_eval else [source.ledger])]
     return Dataset(
         train=parts.train,
         eval=parts.held_out,
         references=references,
         ledger=parts.ledger,
         eval_ledger=held_out_source.ledger if has_own_eval else None,
-        gate=gate_report(counts, parts.train, parts.held_out, max_length=data.max_length, checks=parts.checks),
+        gate=gate_report(counts, parts.train, parts.held_out, max_length=data.max_length, checks=checks),
         end_ids=tuple(sorted(source.counts.end_ids)),
+        date=data.date,
     )
 
 

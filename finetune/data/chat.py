@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from finetune.data.load import shorten
-from finetune.data.notes import RenderNotes
+from finetune.data.notes import LeftOut
 from finetune.data.spans import AnswerSpan, TurnFinder, TurnSpan
 from finetune.data.template import ChatTemplate, prints_today, texts_in, turns_of
 from finetune.data.tokens import TextTokenizer
@@ -67,16 +67,8 @@ class Renderer:
         self._tokens = TextTokenizer(tokenizer)
         self.pinned_date = self._template.pinned_date
         """The date in rendered texts; None where the template prints none."""
-        self.notes = self._new_notes()
-        """Counts over all that this renderer made since they were last taken."""
-
-    def take_notes(self) -> RenderNotes:
-        """Returns the counts so far and begins new ones; `RenderNotes.merge` joins them."""
-        taken, self.notes = self.notes, self._new_notes()
-        return taken
-
-    def _new_notes(self) -> RenderNotes:
-        return RenderNotes(date=self.pinned_date.isoformat() if self.pinned_date else None)
+        self.left_out = LeftOut()
+        """What the template left out of the conversation that was rendered last."""
 
     def render(self, conversation: Conversation, *, loss_on: LossOn) -> Sample:
         """Tokenizes and labels one conversation.
@@ -89,6 +81,7 @@ class Renderer:
         Raises:
             DataError: the conversation cannot be rendered, or its labels would not be exactly its answers.
         """
+        self.left_out = LeftOut()
         conversation = self._as_template_reads(conversation)
         if loss_on == "completion" and not _has_completion(conversation):
             raise DataError(
@@ -115,6 +108,7 @@ class Renderer:
         Raises:
             DataError: as `render`; or `separate` is asked for with `loss_on: all`, which would learn prompts twice.
         """
+        self.left_out = LeftOut()
         conversation = self._as_template_reads(conversation)
         if turns == "together" or conversation.kind != "chat":
             return [self.render(conversation, loss_on=loss_on)]
@@ -180,8 +174,7 @@ class Renderer:
         for index, turn in turns.items():
             spans += _spans_of(conversation, index, turn, is_learned=choices[index])
             if index in learned:
-                is_last = index == len(conversation.messages) - 1
-                self.notes.add_turn(conversation.origin, turn, is_last=is_last)
+                self.left_out.add(turn)
         return self._label(conversation, text, spans, learn_rest=loss_on == "all")
 
     def _render_turn(self, conversation: Conversation, index: int, loss_on: LossOn) -> Sample:
@@ -191,7 +184,7 @@ class Renderer:
         part = replace(conversation, messages=conversation.messages[: index + 1])
         text, turns = self._find_turns(part, needed=[index])
         text, turn = self._finder.as_generated(part, text, turns[index])
-        self.notes.add_turn(conversation.origin, turn, is_last=True)
+        self.left_out.add(turn)
         # No other border than this turn's: generation tokenizes its prompt as one text.
         return _require_labels(self._label(part, text, _spans_of(part, index, turn, is_learned=is_learned)))
 

@@ -62,6 +62,12 @@ class DataFaults(DataError):
         return {**super().as_dict(), "error": "DataError", "faults": [group.as_dict() for group in self.groups]}
 
 
+def faults_of_one_kind(message: str, *, place: str, remedy: str, examples: Sequence[Fault], records: int) -> DataFaults:
+    """Returns the error for `records` records with the same fault, told by a message of its own for all of them."""
+    group = FaultGroup(examples[0].kind, examples[0], records, list(examples[:EXAMPLES_SHOWN]))
+    return DataFaults(message, place=place, remedy=remedy, groups=[group])
+
+
 class FaultList:
     """Faults in the order in which they were met; all are counted, three of a kind are kept."""
 

@@ -1,20 +1,22 @@
 """The gate: look at every tokenized record before a weight is loaded, and refuse what would be learned wrongly.
 
 This is a second look, by the tokens alone: it does not trust the code that made the labels. `Gate.look` names what is
-wrong with one sample; `GateCounts` sums it up over all of them; `GateReport` is what the user sees. Faults stop the
+wrong with one record; `GateCounts` sums it up over all of them; `GateReport` is what the user sees. Faults stop the
 run (`faults.py`); warnings are told with counts and places.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from finetune.data.faults import EXAMPLES_SHOWN
+from finetune.data.template import texts_in, turns_of
 from finetune.data.types import IGNORE_INDEX, Conversation, Origin, Sample
 
 if TYPE_CHECKING:
@@ -69,28 +71,40 @@ class Gate:
         # Where one token is both, it separates documents, and its number says nothing.
         self._counts_bos = self._bos is not None and self._bos != self._eos
 
-    def look(self, sample: Sample, *, conversation: Conversation) -> tuple[list[Finding], set[int]]:
-        """Returns what is wrong with a whole sample (before any cut), mostly nothing, and which tokens end answers."""
+    def look(self, samples: Sequence[Sample], *, conversation: Conversation) -> tuple[list[Finding], set[int]]:
+        """Returns what is wrong with a record's whole samples (before any cut), mostly nothing, and what ends answers.
+
+        Each learned stretch must end in an end token, but for those that the record itself ends inside a turn: a part
+        of a content that is learned before one that is not.
+        """
         found: list[Finding] = []
-        is_learned = sample.labels != IGNORE_INDEX
-        if not is_learned.any():
-            return ["nothing_learned"], set()
-        last_of_stretch = set(sample.input_ids[is_learned & ~np.append(is_learned[1:], False)].tolist())
-        learns_ends = last_of_stretch <= self._ends
-        if conversation.kind == "chat" and self._loss_on == "all":
-            # All is one stretch, which may end in the line break after the last turn's end.
-            learns_ends = not self._ends.isdisjoint(sample.input_ids[is_learned].tolist())
-        if not learns_ends:
+        ends: set[int] = set()
+        without_end = 0
+        for sample in samples:
+            is_learned = sample.labels != IGNORE_INDEX
+            if not is_learned.any():
+                found.append("nothing_learned")
+                continue
+            last_of_stretch = sample.input_ids[is_learned & ~np.append(is_learned[1:], False)].tolist()
+            if conversation.kind == "chat" and self._loss_on == "all":
+                # All is one stretch, which may end in the line break after the last turn's end.
+                last_of_stretch = sample.input_ids[is_learned].tolist()
+                without_end += self._ends.isdisjoint(last_of_stretch)
+            else:
+                without_end += sum(token not in self._ends for token in last_of_stretch)
+            ends |= self._ends.intersection(last_of_stretch)
+            if self._counts_bos:
+                found += self._bos_findings(sample)
+            if self._unknown is not None and self._unknown != self._eos and (sample.input_ids == self._unknown).any():
+                found.append("unknown_text")
+        if without_end > _ends_inside_turns(conversation):
             found.append("end_not_learned")
-        if self._counts_bos:
-            found += self._bos_findings(sample)
-        if self._unknown is not None and self._unknown != self._eos and (sample.input_ids == self._unknown).any():
-            found.append("unknown_text")
-        return found, last_of_stretch & self._ends
+        return list(dict.fromkeys(found)), ends
 
     def unknown_control_token(self, conversation: Conversation) -> str | None:
         """Returns a text that is written like a control token but is none of this tokenizer's, or None."""
-        for text in (conversation.text, conversation.completion, *(turn.content for turn in conversation.messages)):
+        # As templates take them: the arguments of a tool call as an object, where they are JSON text.
+        for text in texts_in([conversation.text, conversation.completion, turns_of(conversation), conversation.tools]):
             for match in _CONTROL_TEXT.finditer(text) if "<" in text or "[" in text else ():
                 if match.group() not in self._names:
                     return match.group()
@@ -102,6 +116,16 @@ class Gate:
             is_doubled = sample.input_ids[0] == self._bos and sample.input_ids[1] == self._bos
             return ["bos_doubled" if is_doubled else "bos_repeated"]
         return ["bos_missing"] if count == 0 and self._adds_bos else []
+
+
+def _ends_inside_turns(conversation: Conversation) -> int:
+    """Returns how many learned stretches may end inside a turn, as a part that is not learned follows them there."""
+    count = 0
+    for message in conversation.messages:
+        choices = [message.is_learned if part.is_learned is None else part.is_learned for part in message.parts]
+        # Of two neighbours that leave the choice to the recipe, both are learned or none is.
+        count += sum(left is not False and right is not True and left is not right for left, right in pairwise(choices))
+    return count
 
 
 @dataclass
@@ -116,17 +140,15 @@ class GateCounts:
 
     documents: int = 0
     ends_learned: int = 0
-    one_bos: int = 0
     end_ids: set[int] = field(default_factory=set)
-    """Control tokens that end the learned stretches: where generation should stop."""
+    """Control tokens that end learned stretches (of `loss_on: all`, that are in them)."""
     warnings: dict[str, _Found] = field(default_factory=dict)
 
     def add(self, findings: list[Finding], origin: Origin, *, end_ids: set[int]) -> None:
         """Counts one document."""
         self.end_ids |= end_ids
         self.documents += 1
-        self.ends_learned += "end_not_learned" not in findings and "nothing_learned" not in findings
-        self.one_bos += not any(name.startswith("bos_") for name in findings)
+        self.ends_learned += bool(end_ids)
         for name in findings:
             if name in WARNINGS:
                 found = self.warnings.setdefault(name, _Found())

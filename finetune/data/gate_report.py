@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from finetune.data.gate import FAULTS, WARNINGS, Check, Finding, GateCounts, GateReport
+from finetune.data.ledger import Ledger
 from finetune.data.store import SampleStore
 
 _LOW_SHARE = 0.01
@@ -47,6 +48,15 @@ def gate_report(
             *checks,
         )
     )
+
+
+def cut_check(ledgers: Sequence[Ledger]) -> list[Check]:
+    """Returns a warning where samples were cut: records are looked at whole, so the other checks do not see it."""
+    num_cut = sum(ledger.records_truncated for ledger in ledgers)
+    if not num_cut:
+        return []
+    detail = f"{num_cut:,} samples were cut at `data.max_length`; their answers may end without an end of turn"
+    return [Check("cut answers", "warning", detail)]
 
 
 def _share_checks(store: SampleStore) -> list[Check]:

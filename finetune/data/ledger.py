@@ -36,12 +36,22 @@ class Dropped:
 
 
 @dataclass(frozen=True)
+class LeftAside:
+    """What was left aside in one record, and in how many of its learned turns; 0 where it is about the record."""
+
+    what: str
+    turns: int = 0
+
+
+@dataclass(frozen=True)
 class Note:
-    """Something that was left aside inside records that were kept, such as a key that no format uses."""
+    """Something that was left aside inside records that could be read, such as a key that no format uses."""
 
     what: str
     records: int
     first_origins: tuple[Origin, ...]
+    turns: int = 0
+    """Learned turns that it is about, 0 where it is about whole records."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +140,8 @@ class Ledger:
         if self.samples_taken is not None:
             lines.append(f"  one pass takes {self.samples_taken:,} samples, {self.tokens_taken or 0:,} tokens")
         for note in self.notes:
-            lines.append(f"  note: {note.what}: {note.records:,} records: {_places(note.first_origins, note.records)}")
+            count = f"{note.turns:,} turns in {note.records:,} records" if note.turns else f"{note.records:,} records"
+            lines.append(f"  note: {note.what}: {count}: {_places(note.first_origins, note.records)}")
         return lines
 
     def with_held_out(self, *, samples: int, tokens: int) -> Ledger:
@@ -212,11 +223,13 @@ def _source_line(source: SourceCount) -> str:
 class _Group:
     records: int = 0
     tokens: int = 0
+    turns: int = 0
     first_origins: list[Origin] = field(default_factory=list)
 
-    def add(self, origin: Origin, *, tokens: int = 0, records: int = 1) -> None:
-        self.records += records
+    def add(self, origin: Origin, *, tokens: int = 0, turns: int = 0) -> None:
+        self.records += 1
         self.tokens += tokens
+        self.turns += turns
         if len(self.first_origins) < _ORIGINS_KEPT:
             self.first_origins.append(origin)
 
@@ -259,9 +272,9 @@ class LedgerBuilder:
         self._pending["tokens_dropped"] += num_tokens
         self._dropped.setdefault(reason, _Group()).add(origin, tokens=num_tokens)
 
-    def note(self, what: str, origin: Origin) -> None:
+    def note(self, what: LeftAside, origin: Origin) -> None:
         """Counts a record of which a part was left aside."""
-        self._notes.setdefault(what, _Group()).add(origin)
+        self._notes.setdefault(what.what, _Group()).add(origin, turns=what.turns)
 
     def finish(self) -> Ledger:
         """Returns the ledger, its sums asserted."""
@@ -272,7 +285,10 @@ class LedgerBuilder:
                 Dropped(reason, group.records, group.tokens, tuple(group.first_origins))
                 for reason, group in self._dropped.items()
             ),
-            notes=tuple(Note(what, group.records, tuple(group.first_origins)) for what, group in self._notes.items()),
+            notes=tuple(
+                Note(what, group.records, tuple(group.first_origins), group.turns)
+                for what, group in self._notes.items()
+            ),
             sources=tuple(self._sources),
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
+from finetune.data.faults import EXAMPLES_SHOWN, DataFaults, Fault, faults_of_one_kind
 from finetune.data.ledger import DropReason
 from finetune.data.types import IGNORE_INDEX, Conversation, Origin, Sample
 from finetune.errors import DataError
@@ -26,9 +27,14 @@ class OverLength:
     policy: Policy
     max_length: int
     count: int = 0
+    records: int = 0
+    """Records with at least one sample that is too long."""
     longest: int = 0
     answer_tokens_beyond: int = 0
     first_origins: list[Origin] = field(default_factory=list)
+    examples: list[tuple[Origin, int]] = field(default_factory=list)
+    """The first such records, each with the tokens of its first sample that is too long."""
+    _last: Origin | None = field(default=None, repr=False)
 
     def apply(self, sample: Sample, *, conversation: Conversation) -> list[Sample] | DropReason:
         """Returns the samples that stand for this one, or the reason why there is none.
@@ -56,29 +62,49 @@ class OverLength:
         return [sample]
 
     def merge(self, other: OverLength) -> None:
-        """Adds what was counted for later records."""
+        """Adds what was counted for later records; none of them may have been seen before."""
         self.count += other.count
+        self.records += other.records
+        self.examples = (self.examples + other.examples)[:EXAMPLES_SHOWN]
         self.longest = max(self.longest, other.longest)
         self.answer_tokens_beyond += other.answer_tokens_beyond
         self.first_origins = (self.first_origins + other.first_origins)[:_ORIGINS_SHOWN]
 
-    def error(self) -> DataError | None:
+    def error(self) -> DataFaults | None:
         """Returns the error that the policy `error` collected; None where it has nothing to refuse."""
         if self.policy != "error" or not self.count:
             return None
         origins = ", ".join(map(str, self.first_origins))
         more = ", ..." if self.count > len(self.first_origins) else ""
         samples = "1 sample is" if self.count == 1 else f"{self.count:,} samples are"
-        return DataError(
+        remedy = (
+            f"Set `data.max_length` to {self.longest} or more, or `data.over_length` to drop or truncate "
+            "(for plain text also split)."
+        )
+        return faults_of_one_kind(
             f"{samples} longer than `max_length` {self.max_length:,}, the longest {self.longest:,} tokens; truncating "
             f"would lose {self.answer_tokens_beyond:,} learned tokens: {origins}{more}",
             place=str(self.first_origins[0]),
-            remedy=f"Set `data.max_length` to {self.longest} or more, or `data.over_length` to drop or truncate "
-            "(for plain text also split).",
+            remedy=remedy,
+            examples=[
+                Fault(
+                    origin,
+                    f"a sample is longer than `data.max_length`: {length:,} tokens",
+                    remedy,
+                    can_be_dropped=False,
+                )
+                for origin, length in self.examples
+            ],
+            records=self.records,
         )
 
     def _note(self, sample: Sample) -> None:
         self.count += 1
+        if sample.origin != self._last:  # the samples of one record follow each other
+            self._last = sample.origin
+            self.records += 1
+            if len(self.examples) < EXAMPLES_SHOWN:
+                self.examples.append((sample.origin, len(sample)))
         self.longest = max(self.longest, len(sample))
         self.answer_tokens_beyond += int((sample.labels[self.max_length :] != IGNORE_INDEX).sum())
         if len(self.first_origins) < _ORIGINS_SHOWN:

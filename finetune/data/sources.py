@@ -160,9 +160,12 @@ def _files_of_pattern(pattern: str) -> list[str]:
 
 
 def _with_roles(record: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]:
-    """Returns the record with the columns renamed to their roles; a column of a role's own name gives way."""
+    """Returns the record with the columns renamed to their roles.
+
+    A column that has a role's name, and is not the one meant, is kept as `own NAME`, so that it is told as not used.
+    """
     taken = set(roles.values())
-    rest = {key: value for key, value in record.items() if key not in taken and key not in roles}
+    rest = {(f"own {key}" if key in roles else key): value for key, value in record.items() if key not in taken}
     return rest | {role: record[column] for role, column in roles.items() if column in record}
 
 

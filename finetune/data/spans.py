@@ -55,7 +55,6 @@ class TurnSpan:
     prompt_end: int | None
     content_start: int | None
     is_content_alone: bool
-    is_reasoning_shown: bool
     is_reasoning_dropped: bool
     is_content_dropped: bool
 
@@ -171,7 +170,6 @@ class TurnFinder:
             prompt_end,
             content.start if content is not None else None,
             is_content_alone=not (is_shown or has_calls),
-            is_reasoning_shown=is_shown,
             is_reasoning_dropped=not is_shown and turn.has("reasoning"),
             is_content_dropped=content is None and turn.has("content"),
         )

@@ -1,8 +1,7 @@
 """Part samples into train and eval, find equal ones, and apply the weights of sources: index work, no tokens read.
 
 Two samples are equal when the hash of their records' tokens is. All pieces of a record that was split share its hash,
-so they always stay on one side. Everything here works on arrays of one number a sample, a million of them in well
-under a second.
+so they always stay on one side. Everything here works on arrays of one number a sample.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.data.faults import EXAMPLES_SHOWN, Fault, faults_of_one_kind
 from finetune.data.gate import Check
 from finetune.data.ledger import Dropped, DropReason, Ledger
 from finetune.data.store import SampleStore
+from finetune.data.types import Origin
 from finetune.errors import DataError
 
-_EXAMPLES = 3
 _ORIGINS = 5
 
 
@@ -48,9 +48,9 @@ def repeated(store: SampleStore) -> NDArray[np.bool_]:
         return np.zeros(0, dtype=np.bool_)
     numbers = store.record_numbers
     firsts = np.flatnonzero(np.diff(numbers, prepend=-1))  # the first piece of each record
-    _, first_equal = np.unique(store.digests[firsts], return_index=True)
+    _, earliest = np.unique(store.digests[firsts], return_index=True)
     is_first = np.zeros(len(firsts), dtype=np.bool_)
-    is_first[first_equal] = True
+    is_first[earliest] = True
     return ~is_first[numbers]
 
 
@@ -59,13 +59,27 @@ def is_in(store: SampleStore, other: SampleStore) -> NDArray[np.bool_]:
     return np.isin(store.digests, other.digests)
 
 
-def examples_of_equal(store: SampleStore, is_equal: NDArray[np.bool_], other: SampleStore) -> tuple[str, ...]:
-    """Returns the places of the first equal samples, each with that of its first equal in the other store."""
-    found: list[str] = []
-    for index in np.flatnonzero(is_equal)[:_EXAMPLES].tolist():
+def first_equal(store: SampleStore, is_equal: NDArray[np.bool_], other: SampleStore) -> list[tuple[Origin, Origin]]:
+    """Returns the places of the first equal records, each with that of its first equal in the other store."""
+    found: list[tuple[Origin, Origin]] = []
+    for index in _first_pieces(store, is_equal)[:EXAMPLES_SHOWN].tolist():
         match = int(np.flatnonzero(other.digests == store.digests[index])[0])
-        found.append(f"{store.origin(index)} = {other.origin(match)}")
-    return tuple(found)
+        found.append((store.origin(index), other.origin(match)))
+    return found
+
+
+def _first_pieces(store: SampleStore, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Returns the first chosen sample of each record that has one."""
+    places = np.flatnonzero(chosen)
+    return places[np.diff(store.record_numbers[places], prepend=-1) > 0]
+
+
+def _equal_places(pairs: Sequence[tuple[Origin, Origin]]) -> tuple[str, ...]:
+    return tuple(f"{origin} = {match}" for origin, match in pairs)
+
+
+def _equal_faults(pairs: Sequence[tuple[Origin, Origin]], message: str, remedy: str) -> list[Fault]:
+    return [Fault(origin, f"{message}: {match}", remedy, can_be_dropped=False) for origin, match in pairs]
 
 
 def apply_duplicates(
@@ -74,20 +88,24 @@ def apply_duplicates(
     """Keeps, leaves out or refuses the training records that equal an earlier one.
 
     Raises:
-        DataError: there are some, and the policy is `error`.
+        DataFaults: there are some, and the policy is `error`.
     """
     name = "duplicates"
     is_repeat = repeated(store)
     if not is_repeat.any():
         return store, ledger, Check(name, "ok", "all records differ")
     total = int(store.record_numbers[-1]) + 1
-    examples = examples_of_equal(store, is_repeat, store)
+    pairs = first_equal(store, is_repeat, store)
+    examples = _equal_places(pairs)
     detail = f"{num_records(store, is_repeat):,} of {total:,} records equal an earlier one"
     if policy == "error":
-        raise DataError(
+        remedy = "Remove them, or set `data.duplicates` to drop (learn each once) or keep."
+        raise faults_of_one_kind(
             f"{detail}: {', '.join(examples)}",
-            place=str(store.origin(int(np.flatnonzero(is_repeat)[0]))),
-            remedy="Remove them, or set `data.duplicates` to drop (learn each once) or keep.",
+            place=str(pairs[0][0]),
+            remedy=remedy,
+            examples=_equal_faults(pairs, "the record equals an earlier one", remedy),
+            records=num_records(store, is_repeat),
         )
     if policy == "keep":
         detail = f"{detail} and are learned again (`data.duplicates: drop` leaves them out)"
@@ -102,21 +120,28 @@ def apply_leakage(
     """Refuses, leaves out or keeps the training records that equal a record of the evaluation data.
 
     Raises:
-        DataError: there are some, and the policy is `error`; or all are, and the policy is `drop`.
+        DataFaults: there are some, and the policy is `error`.
+        DataError: all are, and the policy is `drop`.
     """
     name = "rows equal in train and eval"
     is_leak = is_in(store, held_out)
     if not is_leak.any():
         return store, ledger, Check(name, "ok", "none")
-    examples = examples_of_equal(store, is_leak, held_out)
+    pairs = first_equal(store, is_leak, held_out)
+    examples = _equal_places(pairs)
     detail = f"{num_records(store, is_leak):,} training records equal a record of `data.eval`"
-    place = str(store.origin(int(np.flatnonzero(is_leak)[0])))
+    place = str(pairs[0][0])
     if policy == "error":
-        raise DataError(
+        remedy = (
+            "Remove them from one of the two, set `data.leakage` to drop (leaves them out of training) or keep, or "
+            "give `data.eval` a fraction."
+        )
+        raise faults_of_one_kind(
             f"{detail}, so the evaluation would measure what was learned by heart: {', '.join(examples)}",
             place=place,
-            remedy="Remove them from one of the two, set `data.leakage` to drop (leaves them out of training) or "
-            "keep, or give `data.eval` a fraction.",
+            remedy=remedy,
+            examples=_equal_faults(pairs, "the record equals one of `data.eval`", remedy),
+            records=num_records(store, is_leak),
         )
     if policy == "keep":
         return store, ledger, Check(name, "warning", f"{detail} and are learned (`data.leakage`)", examples)
@@ -162,9 +187,7 @@ def without(
         }
         sources.append(source.plus(**change))
         changes = {name: changes[name] + change[name] for name in _MOVED}
-    places = np.flatnonzero(removed)
-    firsts = places[np.diff(store.record_numbers[places], prepend=-1) > 0][:_ORIGINS].tolist()
-    origins = tuple(store.origin(index) for index in firsts)
+    origins = tuple(store.origin(index) for index in _first_pieces(store, removed)[:_ORIGINS].tolist())
     group = Dropped(reason, changes["records_dropped"], changes["tokens_dropped"], origins)
     counts = {name: getattr(ledger, name) + change for name, change in changes.items()}
     values = {**ledger.shallow_dict(), **counts, "dropped": (*ledger.dropped, group), "sources": tuple(sources)}

@@ -22,7 +22,6 @@ MAX_RECORD_BYTES = 32 * 1024 * 1024
 
 _CHUNK_BYTES = 1 << 20
 _START_BYTES = 4096
-_BOM = b"\xef\xbb\xbf"
 _OTHER_ENCODINGS = {
     b"\xff\xfe\0\0": "UTF-32",
     b"\0\0\xfe\xff": "UTF-32",

@@ -18,7 +18,7 @@ from finetune.data.chat import LossOn, Renderer, Turns
 from finetune.data.faults import Fault
 from finetune.data.formats import Format, convert, unused_line
 from finetune.data.gate import FAULTS, Finding, Gate
-from finetune.data.ledger import DropReason
+from finetune.data.ledger import DropReason, LeftAside
 from finetune.data.load import Record, shorten
 from finetune.data.over_length import OverLength, Policy
 from finetune.data.store import content_digest
@@ -28,7 +28,9 @@ from finetune.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REASONING_LEFT_OUT = "the chat template leaves reasoning out of learned turns (`data.turns: separate` keeps it)"
+REASONING_LEFT_OUT = (
+    "the chat template leaves reasoning out of learned turns (`data.turns: separate` keeps what it has a place for)"
+)
 CONTENT_LEFT_OUT = "the chat template leaves out content beside the tool calls of learned turns"
 
 _BATCH_RECORDS = 128
@@ -62,7 +64,7 @@ class Result:
     fault: Fault | None = None
     findings: list[Finding] = field(default_factory=list)
     end_ids: set[int] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
+    notes: list[LeftAside] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,9 @@ class BatchTokenizer:
         assert batch.format is not None, "a record without a format is a fault"
         conversation = convert(record, format=batch.format, origin=result.origin)
         if conversation.unused_keys:
-            result.notes.append(unused_line(conversation.unused_keys))
+            result.notes.append(LeftAside(unused_line(conversation.unused_keys)))
         if conversation.calls_undefined_tools:
-            result.notes.append("tools are called and the record defines none")
+            result.notes.append(LeftAside("tools are called and the record defines none"))
         if self._settings.refuses_unknown_control_tokens:
             self._refuse_unknown_control_token(conversation, record, result)
             if result.fault is not None:
@@ -143,10 +145,7 @@ class BatchTokenizer:
 
     def _look(self, samples: list[Sample], conversation: Conversation, record: Record, result: Result) -> None:
         """Passes the samples of a record through the gate; what it finds goes into the result."""
-        for sample in samples:
-            findings, end_ids = self._gate.look(sample, conversation=conversation)
-            result.findings.extend(name for name in findings if name not in result.findings)
-            result.end_ids |= end_ids
+        result.findings, result.end_ids = self._gate.look(samples, conversation=conversation)
         for name in result.findings:
             if name in FAULTS and result.fault is None:
                 message, remedy = FAULTS[name]
@@ -154,13 +153,12 @@ class BatchTokenizer:
 
     def _rendered(self, conversation: Conversation, result: Result) -> list[Sample]:
         """Renders a conversation and notes what its template left out of it."""
-        notes = self._renderer.notes
-        reasoning, contents = notes.reasoning_dropped, notes.contents_dropped
         samples = self._renderer.render_all(conversation, loss_on=self._settings.loss_on, turns=self._settings.turns)
-        if notes.reasoning_dropped > reasoning:
-            result.notes.append(REASONING_LEFT_OUT)
-        if notes.contents_dropped > contents:
-            result.notes.append(CONTENT_LEFT_OUT)
+        left_out = self._renderer.left_out
+        if left_out.reasoning_turns:
+            result.notes.append(LeftAside(REASONING_LEFT_OUT, left_out.reasoning_turns))
+        if left_out.content_turns:
+            result.notes.append(LeftAside(CONTENT_LEFT_OUT, left_out.content_turns))
         return samples
 
     def _refuse_unknown_control_token(self, conversation: Conversation, record: Record, result: Result) -> None:

@@ -17,6 +17,9 @@ from finetune.data.shorten import shorten
 from finetune.data.types import Message, Origin
 from finetune.errors import DataError
 
+CALL_KEYS = frozenset({"id", "type", "function", "index"})
+FUNCTION_KEYS = frozenset({"name", "arguments"})
+
 
 def tools_of(record: dict[str, Any], origin: Origin) -> tuple[dict[str, Any], ...]:
     """Returns the definitions under `tools`, which may be a list or a JSON string of one; empty without any.
@@ -73,14 +76,19 @@ def _call_of(call: Any, where: str, origin: Origin) -> dict[str, Any]:
     if not isinstance(call, dict):
         raise wrong(where, "an object with the tool's name and its arguments", call, origin)
     if "function" not in call:
-        outer = {key: item for key, item in call.items() if key == "id"}
-        call = {**outer, "type": "function", "function": {key: item for key, item in call.items() if key != "id"}}
+        outer = {key: item for key, item in call.items() if key in CALL_KEYS}
+        inner = {key: item for key, item in call.items() if key not in CALL_KEYS}
+        call = {**outer, "type": "function", "function": inner}
     else:
+        _refuse_unknown(call, CALL_KEYS, where, origin)
         where = f"{where}.function"
     function = call["function"]
     if not isinstance(function, dict):
         raise wrong(where, "an object with name and arguments", function, origin)
     text_of(function, "name", origin, where=where)
+    if "parameters" in function and "arguments" not in function:  # the spelling of Llama 3.1's own template
+        function = {("arguments" if key == "parameters" else key): item for key, item in function.items()}
+    _refuse_unknown(function, FUNCTION_KEYS, where, origin)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = parsed(arguments, f"{where}.arguments", origin) if arguments.strip() else None
@@ -89,6 +97,17 @@ def _call_of(call: Any, where: str, origin: Origin) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise wrong(f"{where}.arguments", "an object, or a JSON string of one", arguments, origin)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _refuse_unknown(values: dict[str, Any], known: frozenset[str], where: str, origin: Origin) -> None:
+    """Refuses keys that are not understood: arguments under another name would be left out, and `{}` be learned."""
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise DataError(
+            f"`{where}` holds {', '.join(f'`{key}`' for key in unknown)}, which is not understood",
+            place=str(origin),
+            remedy='Write a call as {"function": {"name": ..., "arguments": {...}}}; remove or rename other keys.',
+        )
 
 
 def require_defined(messages: Sequence[Message], tools: Sequence[dict[str, Any]], origin: Origin) -> None:

@@ -129,13 +129,13 @@ def _message_of(turn: Any, where: str, origin: Origin) -> Message:
     if role == "assistant" and not text.strip() and not calls:
         raise empty(f"{where}.content", origin)
     parts = tuple(content.texts) if any(part.is_learned is not None for part in content.texts) else ()
-    extra = _extra_of(turn, where, origin, reasoning="".join(content.reasoning))
+    extra = _extra_of(turn, where, origin, reasoning="".join(content.reasoning), text=text)
     if calls:
         extra["tool_calls"] = calls
     return Message(cast("Role", role), text, extra, is_learned_of(turn, where, origin), parts)
 
 
-def _extra_of(turn: dict[str, Any], where: str, origin: Origin, *, reasoning: str) -> dict[str, Any]:
+def _extra_of(turn: dict[str, Any], where: str, origin: Origin, *, reasoning: str, text: str) -> dict[str, Any]:
     """Returns the template variables of a message, its reasoning under each name that templates know."""
     handled = {"role", "content", "tool_calls", *REASONING_KEYS, *LEARNED_KEYS}
     extra = {name: value for name, value in turn.items() if name not in handled and value is not None}
@@ -158,8 +158,7 @@ def _extra_of(turn: dict[str, Any], where: str, origin: Origin, *, reasoning: st
             place=str(origin),
             remedy="Remove it, or correct the role.",
         )
-    content = turn.get("content")
-    if isinstance(content, str) and content.lstrip().startswith("<think>") and "</think>" in content:
+    if text.lstrip().startswith("<think>") and "</think>" in text:
         raise DataError(
             f"{where} has a reasoning of its own and another as <think> text in its content",
             place=str(origin),

@@ -13,6 +13,7 @@ from finetune.preview.page import render_preview
 from finetune.preview.text import show_preview
 from finetune.recipe.schema import Recipe
 from finetune.run.atomic import write_text
+from finetune.run.page import PAGE_START
 
 
 def preview(recipe: Recipe, *, console: Console, num_rows: int, html: Path | None = None) -> Preview:
@@ -25,6 +26,12 @@ def preview(recipe: Recipe, *, console: Console, num_rows: int, html: Path | Non
     if html is not None and not html.absolute().parent.is_dir():
         raise EnvironmentProblem(
             "the folder of the page does not exist", place=str(html), remedy="Make the folder, or name another file."
+        )
+    if html is not None and html.exists() and not _is_page(html):
+        raise EnvironmentProblem(
+            "the file exists and is no page of `finetune preview`; it will not be replaced",
+            place=str(html),
+            remedy="Name another file.",
         )
     tokenizer = load_tokenizer(recipe.model)
     dataset = build_dataset(recipe.data, tokenizer=tokenizer, seed=recipe.training.seed, say=console.line)
@@ -39,3 +46,11 @@ def preview(recipe: Recipe, *, console: Console, num_rows: int, html: Path | Non
             ) from error
         console.line(f"page    {html}")
     return shown
+
+
+def _is_page(path: Path) -> bool:
+    """Says whether a file is a page of an earlier preview, which a new one may replace."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return stream.read(len(PAGE_START)) == PAGE_START

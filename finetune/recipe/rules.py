@@ -255,6 +255,24 @@ def metric_names_differ(recipe: Recipe) -> Violation | None:
     )
 
 
+def columns_have_one_role(recipe: Recipe) -> Violation | None:
+    """A column in two roles would be trained as its own answer."""
+    sources = [*recipe.data.train, *(recipe.data.eval if isinstance(recipe.data.eval, list) else [])]
+    for index, source in enumerate(sources):
+        columns = list(source.columns.model_dump(exclude_none=True).values()) if source.columns else []
+        twice = sorted({column for column in columns if columns.count(column) > 1})
+        if twice:
+            key = f"data.train.{index}.columns" if index < len(recipe.data.train) else "data.eval"
+            return Violation(
+                keys=(key, "data.train"),
+                found=columns,
+                allowed="a different column for each role",
+                reason=f"`{twice[0]}` stands in two roles",
+                remedy="Give each role a column of its own.",
+            )
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     quantized_weights_need_an_adapter,
     full_fine_tuning_in_fp16_is_refused,
@@ -270,4 +288,5 @@ RULES: tuple[Rule, ...] = (
     evaluation_needs_held_out_data,
     metrics_are_known,
     metric_names_differ,
+    columns_have_one_role,
 )

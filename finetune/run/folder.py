@@ -92,8 +92,16 @@ class RunFolder:
             raise ValueError(f"unknown status {status!r}")
         write_json(self.manifest_path, {**self.manifest(), "status": status, "updated": _now()})
 
-    def require_same_data(self, digest: str) -> None:
+    @property
+    def date(self) -> str | None:
+        """The date (YYYY-MM-DD) that the run's chat template wrote when it began; None where it writes none."""
+        return self.manifest().get("date")
+
+    def require_same_data(self, digest: str, *, date: str | None) -> None:
         """Records the hash of the run's data, or compares it with the one recorded when the run began.
+
+        Args:
+            date: the date that the chat template writes, recorded for the day that the run is continued on.
 
         Raises:
             DataError: the data are not those that the run began with.
@@ -101,7 +109,7 @@ class RunFolder:
         manifest = self.manifest()
         recorded = manifest.get("data_digest")
         if recorded is None:
-            write_json(self.manifest_path, {**manifest, "data_digest": digest})
+            write_json(self.manifest_path, {**manifest, "data_digest": digest, "date": date})
         elif recorded != digest:
             raise DataError(
                 "the data differ from those that this run began with, so it cannot be continued on them",

@@ -5,6 +5,9 @@ from __future__ import annotations
 from html import escape
 from importlib.resources import files
 
+PAGE_START = b'<!doctype html>\n<html lang="en">'
+"""How every page begins, by which one is known again."""
+
 
 def render_page(title: str, body: str, *, footer: str, style: str = "") -> str:
     """Returns a whole page around HTML that is already escaped.

@@ -59,6 +59,7 @@ class Prepared:
             "eval_samples": len(self.dataset.eval) if self.dataset.eval is not None else 0,
             **self.steps.as_dict(),
             "checkpoint_bytes": self.table.checkpoint_bytes,
+            "date_in_template": self.dataset.date,
         }
 
     def ledgers_dict(self) -> dict[str, dict[str, object]]:

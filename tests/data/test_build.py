@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.build import Dataset, build_dataset, hold_out
-from finetune.data.ledger import Ledger, LedgerBuilder
+from finetune.data.ledger import Ledger, LedgerBuilder, LeftAside
 from finetune.data.store import SampleStore, StoreBuilder
 from finetune.data.types import IGNORE_INDEX, Origin, Sample
 from finetune.errors import DataError
@@ -87,6 +87,7 @@ LONG_ANSWER = {"instruction": "q", "output": "x" * 100}
 
 
 def test_over_length_error_tells_what_would_be_lost(chatml: Any, write_jsonl: Callable) -> None:
+    """P23: without a policy, over-long records stop the run with their count and the answer tokens that a cut loses."""
     path = write_jsonl([*questions(7), LONG_ANSWER, *questions(1), LONG_ANSWER, {**LONG_ANSWER, "output": "y" * 120}])
     error = failure(chatml, path, max_length=64)
     longest = len(build(chatml, path)[0].train[10])
@@ -109,16 +110,20 @@ def test_over_length_drop(chatml: Any, write_jsonl: Callable) -> None:
 
 
 def test_over_length_truncate_drops_what_has_no_label_left(chatml: Any, write_jsonl: Callable) -> None:
+    """P22: a row whose prompt fills `max_length` is dropped and counted; no row without a label is left."""
     path = write_jsonl([LONG_ANSWER, {"instruction": "q" * 100, "output": "x"}])
     dataset, _ = build(chatml, path, max_length=64, over_length="truncate")
     full = build(chatml, path)[0].train
     assert len(dataset.train) == 1
     assert np.array_equal(dataset.train[0].labels, full[0].labels[:64])
+    assert (dataset.train.supervised > 0).all()
     ledger = dataset.ledger
     assert (ledger.records_truncated, ledger.tokens_truncated) == (1, len(full[0]) - 64)
     assert [(group.reason, group.tokens) for group in ledger.dropped] == [("no_label_after_truncation", len(full[1]))]
     assert ledger.tokens_in == full.num_tokens
     assert any("truncated 1 records" in line for line in ledger.summary_lines())
+    warned = [check for check in dataset.gate.checks if check.name == "cut answers"]
+    assert [(check.status, check.detail[:9]) for check in warned] == [("warning", "1 samples")]
 
 
 @pytest.mark.parametrize("num_tokens", [8, 9, 16, 17, 23])
@@ -250,7 +255,9 @@ def test_ledger_counts_add_up_and_survive_json() -> None:
     builder.keep(6, pieces=[3, 3], supervised=4)
     for record in range(7):
         builder.drop(Origin("a.jsonl", record), num_tokens=2, reason="over_length")
-    builder.note("keys not used: x", Origin("a.jsonl", 1))
+    builder.note(LeftAside("keys not used: x"), Origin("a.jsonl", 1))
+    for record in (1, 2):
+        builder.note(LeftAside("left out", turns=2), Origin("a.jsonl", record))
     ledger = builder.finish()
     assert (ledger.records, ledger.records_kept, ledger.records_split, ledger.records_dropped) == (10, 2, 1, 7)
     assert ledger.samples == 4
@@ -258,6 +265,8 @@ def test_ledger_counts_add_up_and_survive_json() -> None:
     assert ledger.tokens_supervised == 5 + 3 + 4
     assert len(ledger.dropped[0].first_origins) == 5
     assert any("split 1 records into 2 samples" in line for line in ledger.summary_lines())
+    assert "  note: keys not used: x: 1 records: a.jsonl:1" in ledger.summary_lines()
+    assert "  note: left out: 4 turns in 2 records: a.jsonl:1, a.jsonl:2" in ledger.summary_lines()
     assert Ledger.from_dict(ledger.as_dict()) == ledger
     values = ledger.as_dict()
     for key in ("records_kept", "tokens_kept", "tokens_truncated", "samples"):

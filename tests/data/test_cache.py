@@ -54,6 +54,7 @@ def test_second_build_hits(chatml: Any, path: Path) -> None:
 
 
 def test_copied_folder_with_new_times_hits_under_its_own_name(chatml: Any, path: Path, tmp_path: Path) -> None:
+    """P41: nothing changed but the folder, the name and the times."""
     build(chatml, path, max_length=64, over_length="drop")
     copy = tmp_path / "copy" / "other-name.jsonl"
     copy.parent.mkdir()
@@ -74,6 +75,7 @@ def test_tokenizer_that_was_used_or_made_again_hits(make_tokenizer: Callable, pa
 
 
 def test_byte_changed_with_same_time_and_size_misses(chatml: Any, path: Path) -> None:
+    """P41: the bytes count, not time and size."""
     build(chatml, path)
     before = path.stat()
     path.write_bytes(path.read_bytes().replace(b"a3", b"b3"))
@@ -94,6 +96,7 @@ def test_byte_changed_with_same_time_and_size_misses(chatml: Any, path: Path) ->
     ],
 )
 def test_changed_setting_misses(chatml: Any, path: Path, reason: str, settings: dict[str, Any]) -> None:
+    """P41: the length, the mask and the row limit, with the reason."""
     build(chatml, path)
     assert f"miss (changed: {reason})" in build(chatml, path, **settings)[1]
 
@@ -104,12 +107,14 @@ def test_settings_that_change_no_token_hit(chatml: Any, path: Path) -> None:
 
 
 def test_changed_template_misses(make_tokenizer: Callable, chatml: Any, path: Path) -> None:
+    """P41: the template's text."""
     build(chatml, path)
     other = make_tokenizer(chat_template=chatml.chat_template.replace("assistant", "assistant "))
     assert "miss (changed: chat_template)" in build(other, path)[1]
 
 
 def test_added_token_misses(make_tokenizer: Callable, chatml: Any, path: Path) -> None:
+    """P41: a token added to the tokenizer."""
     build(chatml, path)
     assert "miss (changed: tokenizer)" in build(make_tokenizer(extra_special="<|new|>"), path)[1]
 
@@ -122,6 +127,7 @@ def test_other_bos_behaviour_or_eos_is_another_tokenizer(make_tokenizer: Callabl
 
 
 def test_our_code_version_misses(chatml: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P41: another version of our code."""
     build(chatml, path)
     monkeypatch.setattr("finetune.data.prepared.DATA_VERSION", cache.DATA_VERSION + 1)
     assert "miss (changed: data_version)" in build(chatml, path)[1]

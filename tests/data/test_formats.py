@@ -293,7 +293,11 @@ MALFORMED: list[tuple[str, Format, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("format", "record", "words"), [case[1:] for case in MALFORMED], ids=[c[0] for c in MALFORMED])
 def test_malformed_record(format: Format, record: dict[str, Any], words: str) -> None:
-    assert words in failure(record, format).message
+    """Its place and a remedy too: `failure` looks at both."""
+    error = failure(record, format)
+    assert words in error.message
+    assert error.place == str(ORIGIN)
+    assert len(error.remedy.split()) >= 3
 
 
 def test_unknown_role_lists_the_known() -> None:

@@ -9,14 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from label_cases import learned_texts
 
 from finetune.data.build import Dataset, build_dataset
 from finetune.data.faults import DataFaults, Fault, FaultList
 from finetune.data.gate import Gate
-from finetune.data.types import IGNORE_INDEX, Conversation, Message, Origin, Sample
+from finetune.data.types import IGNORE_INDEX, ContentPart, Conversation, Message, Origin, Sample
 from finetune.errors import DataError
 from finetune.recipe.schema import DataSection
 
+TOOL_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 CHAT = Conversation("chat", Origin("a.jsonl", 1), (Message("user", "q"), Message("assistant", "a")))
 
 
@@ -40,7 +46,7 @@ def look(tokenizer: Any, ids: list[int], learned: list[int], *, loss_on: str = "
     labels = np.full_like(input_ids, IGNORE_INDEX)
     labels[learned] = input_ids[learned]
     sample = Sample(input_ids, labels, Origin("a.jsonl", 1))
-    return list(Gate(tokenizer, loss_on=loss_on).look(sample, conversation=CHAT)[0])
+    return list(Gate(tokenizer, loss_on=loss_on).look([sample], conversation=CHAT)[0])
 
 
 class TestLook:
@@ -60,7 +66,7 @@ class TestLook:
         assert look(chatml, row, [1, 2, 4, 5]) == []
 
     def test_nothing_learned(self, chatml: Any) -> None:
-        """P20, P22: all labels ignored."""
+        """P20: all labels ignored."""
         assert look(chatml, [1, 2, 3], []) == ["nothing_learned"]
 
     def test_bos_twice_at_the_start(self, make_tokenizer: Callable) -> None:
@@ -76,7 +82,7 @@ class TestLook:
         end = chatml.convert_tokens_to_ids("<|im_end|>")
         ids = np.array([1, 2, end], dtype=np.int32)
         sample = Sample(ids, np.array([IGNORE_INDEX, 2, end], dtype=np.int32), Origin("a", 1))
-        assert Gate(chatml, loss_on="assistant").look(sample, conversation=CHAT)[1] == {end}
+        assert Gate(chatml, loss_on="assistant").look([sample], conversation=CHAT)[1] == {end}
 
 
 def test_pad_equal_to_eos_still_learns_the_end(make_tokenizer: Callable, write_jsonl: Callable) -> None:
@@ -89,6 +95,58 @@ def test_pad_equal_to_eos_still_learns_the_end(make_tokenizer: Callable, write_j
     for index in range(4):
         sample = dataset.train[index]
         assert tokenizer.eos_token_id in sample.labels.tolist()
+
+
+def parts_record(weights: list[int], key: str = "weight") -> dict[str, Any]:
+    parts = [{"type": "text", "text": f"part {index}.", key: weight} for index, weight in enumerate(weights)]
+    return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": parts}]}
+
+
+@pytest.mark.parametrize("turns", ["together", "separate"])
+@pytest.mark.parametrize("key", ["weight", "train"])
+@pytest.mark.parametrize(
+    ("weights", "learned", "ends"),
+    [
+        ([1, 0], ["part 0."], 0),
+        ([1, 0, 1], ["part 0.", "part 2.<|im_end|>"], 1),
+        ([0, 1], ["part 1.<|im_end|>"], 1),
+    ],
+    ids=str,
+)
+def test_parts_that_choose(
+    chatml: Any, write_jsonl: Callable, weights: list[int], learned: list[str], ends: int, key: str, turns: str
+) -> None:
+    """An end token is asked for where the learned stretch reaches the turn's end only."""
+    dataset = build(chatml, write_jsonl([parts_record(weights, key)]), turns=turns)
+    assert learned_texts(dataset.train[0], chatml) == learned
+    check = next(check for check in dataset.gate.checks if check.name == "end of turn")
+    assert check.detail == f"learned in {ends} of 1 records"
+
+
+def test_parts_that_choose_excuse_no_other_turn(chatml: Any) -> None:
+    """Of the record's two learned stretches only the one that a part ends may lack its end token."""
+    end = chatml.convert_tokens_to_ids("<|im_end|>")
+    answer = Message("assistant", "ab", parts=(ContentPart("a", True), ContentPart("b", False)))
+    conversation = Conversation("chat", CHAT.origin, (*CHAT.messages, Message("user", "q"), answer))
+    ids = np.array([1, 2, end, 3, 4, 5, end], dtype=np.int32)
+    whole, without = np.full_like(ids, IGNORE_INDEX), np.full_like(ids, IGNORE_INDEX)
+    whole[[1, 2, 4]], without[[1, 4]] = ids[[1, 2, 4]], ids[[1, 4]]
+    gate = Gate(chatml, loss_on="assistant")
+    assert gate.look([Sample(ids, whole, CHAT.origin)], conversation=conversation)[0] == []
+    assert gate.look([Sample(ids, without, CHAT.origin)], conversation=conversation)[0] == ["end_not_learned"]
+    # The same turns as samples of their own.
+    first, second = (Sample(ids[part], without[part], CHAT.origin) for part in (slice(0, 3), slice(3, 7)))
+    assert gate.look([first, second], conversation=conversation)[0] == ["end_not_learned"]
+
+
+def test_reasoning_that_the_template_leaves_out_is_counted_by_turn(chatml: Any, write_jsonl: Callable) -> None:
+    """P24: the ledger tells of how many learned turns, in how many records."""
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "why"}]
+    path = write_jsonl([{"messages": turns * 2}, {"messages": turns}])
+    (note,) = build(chatml, path).ledger.notes
+    assert "leaves reasoning out of learned turns" in note.what
+    assert (note.turns, note.records) == (3, 2)
+    assert any("3 turns in 2 records" in line for line in build(chatml, path).ledger.summary_lines())
 
 
 def test_all_malformed_records_are_told_by_kind(chatml: Any, write_jsonl: Callable) -> None:
@@ -153,6 +211,49 @@ def test_control_token_of_another_model(chatml: Any, write_jsonl: Callable, toke
     assert token in error.message
     assert "data.unknown_control_tokens" in error.remedy
     assert len(build(chatml, path, unknown_control_tokens="keep").train) == 3
+
+
+def tool_record(**changed: Any) -> dict[str, Any]:
+    """Returns a record with reasoning, a tool call and the tool's definition, some of it with another text."""
+    texts = {"reasoning": "why", "argument": "x", "key": "a", "name": "f", "description": "d", **changed}
+    function = {"name": texts["name"], "arguments": {texts["key"]: texts["argument"]}}
+    if texts.get("as_text"):
+        function["arguments"] = json.dumps(function["arguments"])
+    definition = {"name": "f", "description": texts["description"], "parameters": {"type": "object"}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    return {
+        "messages": [
+            {"role": "user", "content": "q"},
+            calling,
+            {"role": "tool", "content": "1"},
+            {"role": "assistant", "content": "a", "reasoning_content": texts["reasoning"]},
+        ],
+        # A name that no tool has would be refused for that, so that a changed one stands in a record without tools.
+        "tools": [] if "name" in changed else [{"type": "function", "function": definition}],
+    }
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"reasoning": "<|eot_id|>"},
+        {"argument": {"deep": ["<|eot_id|>"]}},
+        {"argument": "<|eot_id|>", "as_text": True},
+        {"key": "<|eot_id|>"},
+        {"name": "<|eot_id|>"},
+        {"description": "<|eot_id|>"},
+    ],
+    ids=lambda changed: "-".join(changed),
+)
+def test_control_token_of_another_model_beside_the_content(
+    make_tokenizer: Callable, write_jsonl: Callable, changed: dict[str, Any]
+) -> None:
+    tokenizer = make_tokenizer(chat_template=TOOL_TEMPLATE)
+    path = write_jsonl([tool_record(), tool_record(**changed)])
+    error = failure(tokenizer, path)
+    assert error.place == f"{path}:2"
+    assert "control token that this tokenizer does not have: <|eot_id|>" in error.message
+    assert "data.unknown_control_tokens" in error.remedy
 
 
 def test_own_control_token_is_no_unknown_one(chatml: Any) -> None:

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from label_cases import ORIGIN, answer, calls, chat, learned, learned_texts, refusal, user
 from label_templates import SHAPES, call, special_tokenizer
 
 from finetune.data.chat import Renderer
 from finetune.data.collate import RowCollator
-from finetune.data.notes import turn_end_ids
+from finetune.data.notes import LeftOut
 from finetune.data.rows import RowTokens
+from finetune.data.store import SampleStore, StoreBuilder
 from finetune.data.types import IGNORE_INDEX, Conversation, Message, Sample
+from finetune.trainer.generate import stop_tokens
+
+
+def stops(samples: Sequence[Sample], tokenizer: Any) -> set[str]:
+    """Returns the tokens at which generation stops after training on the samples, for a model that names none."""
+    model = torch.nn.Module()
+    model.generation_config = SimpleNamespace(eos_token_id=None)  # type: ignore[assignment]
+    return set(tokenizer.convert_ids_to_tokens(list(stop_tokens(tokenizer, model, store_of(samples)))))
+
+
+def store_of(samples: Sequence[Sample]) -> SampleStore:
+    builder = StoreBuilder()
+    for sample in samples:
+        builder.add(sample)
+    return builder.finish()
+
 
 TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},)
 TOOL_TURNS = chat(
@@ -108,7 +128,7 @@ def test_qwen_tool_calls_and_empty_think_blocks(qwen: Any) -> None:
 
 
 def test_qwen_keeps_reasoning_after_the_last_question_only(qwen: Any) -> None:
-    """P24: which turns keep their reasoning is counted, and one sample a turn keeps all of it."""
+    """P24: the turns that lose their reasoning are counted, and one sample a turn keeps all of it."""
     conversation = chat(
         user("u"),
         answer("<think>\nfirst\n</think>\n\nA"),
@@ -122,15 +142,11 @@ def test_qwen_keeps_reasoning_after_the_last_question_only(qwen: Any) -> None:
     renderer = Renderer(qwen)
     (sample,) = renderer.render_all(conversation, loss_on="assistant", turns="together")
     assert learned_texts(sample, qwen) == ["A<|im_end|>", calling, last]
-    notes = renderer.take_notes()
-    assert (notes.turns_learned, notes.reasoning_kept, notes.reasoning_dropped) == (3, 2, 1)
-    assert notes.reasoning_examples == ["data.jsonl:3"]
-    assert any("1 of 3 learned turns" in line and "`data.turns: separate`" in line for line in notes.lines())
+    assert renderer.left_out == LeftOut(reasoning_turns=1)
     samples = renderer.render_all(conversation, loss_on="assistant", turns="separate")
     first = "<think>\nfirst\n</think>\n\nA<|im_end|>"
     assert [learned_texts(sample, qwen) for sample in samples] == [[first], [calling], [last]]
-    assert (renderer.notes.reasoning_kept, renderer.notes.reasoning_dropped) == (3, 0)
-    assert renderer.notes.lines() == []
+    assert renderer.left_out == LeftOut()
 
 
 def test_gpt_oss_ends_each_kind_of_turn_with_its_own_token(gpt_oss: Any) -> None:
@@ -153,11 +169,8 @@ def test_gpt_oss_ends_each_kind_of_turn_with_its_own_token(gpt_oss: Any) -> None
         [analysis.format("second") + calling],
         [last],
     ]
-    renderer = Renderer(gpt_oss)
-    samples = renderer.render_all(conversation, loss_on="assistant", turns="separate")
-    names = gpt_oss.convert_ids_to_tokens(list(turn_end_ids(samples, tokenizer=gpt_oss)))
-    assert sorted(names) == ["<|call|>", "<|return|>"]
-    assert "the chat template prints a date" in renderer.notes.lines()[0]
+    samples = Renderer(gpt_oss).render_all(conversation, loss_on="assistant", turns="separate")
+    assert stops(samples, gpt_oss) == {"<|call|>", "<|return|>"}
 
 
 def test_calls_that_a_template_leaves_out_are_refused(gpt_oss: Any, llama: Any) -> None:
@@ -178,15 +191,16 @@ def test_llama_3_1_calls_and_reasoning_without_a_place(llama: Any) -> None:
     renderer = Renderer(llama)
     sample = renderer.render(conversation, loss_on="assistant")
     assert learned_texts(sample, llama) == ['{"name": "f", "parameters": {"x": 1}}<|eot_id|>', "A<|eot_id|>"]
-    reasoning, content = renderer.notes.lines()
-    assert "1 of 1 learned turns" in reasoning
-    assert "no place for reasoning" in reasoning
-    assert "content beside the tool calls of 1 learned turns" in content
+    assert renderer.left_out == LeftOut(reasoning_turns=1, content_turns=1)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_of_templates(name: str) -> None:
-    """P20: no template here has generation marks; each is learned to exactly its answers and end tokens."""
+    """P20: no template here has generation marks; each is learned to exactly its answers and end tokens.
+
+    P18: where generation stops is the template's end of turn, also where EOS is another token. P26: one BOS where the
+    template writes one. P31: nothing precedes the first token, in a packed row or alone.
+    """
     shape = SHAPES[name]
     tokenizer, blank = shape.tokenizer(), shape.words_before[0]
     renderer = Renderer(tokenizer)
@@ -194,13 +208,10 @@ def test_shapes_of_templates(name: str) -> None:
     sample = renderer.render(conversation, loss_on="assistant")
     assert learned_texts(sample, tokenizer) == [f"{blank}and so{shape.end}", f"{blank}foo.{shape.end}"]
     assert 0 < sample.num_supervised_tokens < len(sample)
-    # P26: one BOS where the template writes one.
     if shape.bos is not None:
         assert sample.input_ids.tolist().count(tokenizer.bos_token_id) == 1
-    # P31: nothing precedes the first token, in a packed row or alone.
     assert sample.labels[0] == IGNORE_INDEX
-    # P18: where generation stops is the template's end of turn, also where EOS is another token.
-    assert turn_end_ids([sample], tokenizer=tokenizer) == (tokenizer.convert_tokens_to_ids(shape.end),)
+    assert stops([sample], tokenizer) == {shape.end, tokenizer.eos_token}
 
 
 def test_pad_that_equals_eos_does_not_hide_the_end() -> None:
@@ -220,15 +231,13 @@ def test_pad_that_equals_eos_does_not_hide_the_end() -> None:
         assert (row[len(sample) :] == IGNORE_INDEX).all()
 
 
-def test_turn_ends_of_cut_and_plain_samples() -> None:
-    """P18: a stretch that was cut ends with an ordinary token, which ends no turn."""
+def test_generation_stops_at_no_token_that_a_cut_left_last() -> None:
+    """P18: a stretch that was cut ends with an ordinary token, at which generation must not stop."""
     tokenizer = SHAPES["base-chatml"].tokenizer()
     sample = Renderer(tokenizer).render(chat(user("u"), answer("long answer")), loss_on="assistant")
     cut = Sample(sample.input_ids[:-4], sample.labels[:-4], ORIGIN)
-    assert turn_end_ids([cut], tokenizer=tokenizer) == ()
-    text = Renderer(tokenizer).render(Conversation("text", ORIGIN, text="doc"), loss_on="assistant")
-    assert turn_end_ids([text, cut], tokenizer=tokenizer) == (tokenizer.eos_token_id,)
-    assert tokenizer.eos_token == "<|endoftext|>"
+    assert stops([cut], tokenizer) == {"<|endoftext|>"}
+    assert stops([cut, sample], tokenizer) == {"<|endoftext|>", "<|im_end|>"}
 
 
 @pytest.mark.parametrize(
@@ -293,7 +302,7 @@ def test_blank_answer() -> None:
 
 
 def test_unknown_control_token_in_a_tool_definition() -> None:
-    """P27: text is never read as a token of the model's, wherever it stands; the place is said."""
+    """Text is never read as a token of the model's, wherever it stands; the place is said."""
     tokenizer = SHAPES["mistral"].tokenizer()
     tools = ({"type": "function", "function": {"name": "f", "description": "[INST] x"}},)
     assert (

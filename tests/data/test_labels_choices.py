@@ -1,4 +1,4 @@
-"""What a record itself says of what is learned, and the notes on what a template left out."""
+"""What a record itself says of what is learned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from label_cases import answer, chat, learned, refusal, user
 from label_templates import SHAPES, call
 
 from finetune.data.chat import LossOn
-from finetune.data.notes import RenderNotes
 from finetune.data.types import ContentPart, Conversation, Message
 from finetune.errors import DataError
 
@@ -85,21 +84,6 @@ def test_only_answers_can_choose() -> None:
 def test_separate_turns_of_all_are_refused() -> None:
     with pytest.raises(DataError, match="once for each turn"):
         learned(choosing(None), SHAPES["smollm"].tokenizer(), loss_on="all", turns="separate")
-
-
-def test_notes_of_several_renderers_add_up() -> None:
-    first = RenderNotes("2026-01-01", 3, 1, 1, 0, 0, ["a:1", "a:2"])
-    first.merge(RenderNotes("2026-01-01", 2, 0, 2, 2, 1, ["b:1", "b:2"], ["b:3"]))
-    assert first.as_dict() == {
-        "date": "2026-01-01",
-        "turns_learned": 5,
-        "reasoning_kept": 1,
-        "reasoning_dropped": 3,
-        "reasoning_dropped_last": 2,
-        "reasoning_examples": ["a:1", "a:2", "b:1"],
-        "contents_dropped": 1,
-        "content_examples": ["b:3"],
-    }
 
 
 def test_characters_that_serve_as_marks() -> None:

@@ -234,7 +234,7 @@ def test_long_values_are_shortened(tmp_path: Path) -> None:
 
 
 def test_files_are_utf8_whatever_the_locale(tmp_path: Path) -> None:
-    """Windows reads in its own code page unless told otherwise; a C locale without UTF-8 mode does the same here."""
+    """P46: Windows reads in its own code page unless told otherwise; so does a C locale without UTF-8 mode here."""
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(RECORDS[1], ensure_ascii=False), encoding="utf-8")
     program = (

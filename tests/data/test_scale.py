@@ -17,7 +17,7 @@ from finetune.data.pack import pack
 from finetune.data.pool import WORKER_BYTES, choose_workers, free_memory_bytes, map_ordered
 from finetune.data.split import repeated
 from finetune.data.store import SampleStore, StoreBuilder
-from finetune.data.tokenize import batches_of, num_characters
+from finetune.data.tokenize import Batch, batches_of, num_characters
 from finetune.data.types import IGNORE_INDEX, Origin, Sample
 from finetune.errors import EnvironmentProblem
 from finetune.recipe.schema import DataSection
@@ -82,19 +82,26 @@ def test_items_are_read_only_as_far_ahead_as_needed() -> None:
 
 
 def test_dead_worker_is_an_error_that_names_the_records() -> None:
-    """P43: no hang; the error says which records the process had."""
+    """P43: no hang; the error says which records the process had, and what came before them is kept."""
 
-    def work(item: int) -> int:
-        if item == 5:
+    def work(batch: Batch) -> int:
+        number = batch.records[0][0].record
+        if number == 11:
+            time.sleep(1)  # until the batches before this one are done
             os.kill(os.getpid(), signal.SIGKILL)
-        return item
+        return number
 
-    started = time.monotonic()
+    records: list[tuple[Origin, Any]] = [(Origin("a.jsonl", number), {"text": "x"}) for number in range(1, 101)]
+    batches = [Batch(0, "text", records[start : start + 2]) for start in range(0, 100, 2)]
+    started, done = time.monotonic(), []
     with pytest.raises(EnvironmentProblem, match="died") as caught:
-        list(map_ordered(work, range(50), workers=2, describe=lambda item: f"records {item}"))
+        for number in map_ordered(work, batches, workers=2, describe=str):
+            done.append(number)
     assert time.monotonic() - started < 30
-    assert caught.value.place.startswith("records ")
+    assert done == [1, 3, 5, 7, 9]
+    assert caught.value.place == "records a.jsonl:11 to a.jsonl:12"
     assert "memory" in caught.value.message
+    assert caught.value.remedy
 
 
 def test_error_of_a_worker_is_raised_as_it_is() -> None:
@@ -110,6 +117,7 @@ def test_error_of_a_worker_is_raised_as_it_is() -> None:
     [(8, 100 * WORKER_BYTES, 8), (8, 3 * WORKER_BYTES, 3), (4, 0, 1), (1, 100 * WORKER_BYTES, 1)],
 )
 def test_workers_follow_cores_and_memory(cores: int, free: int, expected: int) -> None:
+    """P43: no more processes than free memory holds."""
     assert choose_workers(num_cores=cores, free_bytes=free) == expected
 
 

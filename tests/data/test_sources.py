@@ -113,7 +113,7 @@ def test_columns_are_renamed_to_roles(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("question,answer,output,id\nq,a,old,7\n", encoding="utf-8")
     records, _ = read(path, columns={"instruction": "question", "output": "answer"})
-    assert records == [{"instruction": "q", "output": "a", "id": "7"}]
+    assert records == [{"instruction": "q", "output": "a", "id": "7", "own output": "old"}]
 
 
 def test_columns_may_swap_names(tmp_path: Path) -> None:

@@ -143,3 +143,29 @@ def test_sharegpt_calls_and_results() -> None:
     turns[1]["value"] = "not json"
     with pytest.raises(DataError, match=r"conversations\[1\]\.value is not valid JSON"):
         convert(record, format="sharegpt", origin=ORIGIN)
+
+
+@pytest.mark.parametrize(
+    ("call", "key"),
+    [
+        ({"name": "f", "input": {"a": 1}}, "input"),
+        ({"function": {"name": "f", "args": {"a": 1}}}, "args"),
+        ({"type": "function", "function": {"name": "f"}, "arguments": {"a": 1}}, "arguments"),
+        ({"name": "f", "arguments": {}, "parameters": {"a": 1}}, "parameters"),
+    ],
+    ids=["input", "args", "beside the function", "both"],
+)
+def test_arguments_under_another_name_are_not_lost(call: dict[str, Any], key: str) -> None:
+    """They were left out in silence, and a call without arguments was learned."""
+    error = failure([call])
+    assert f"`{key}`" in error.message
+    assert error.place == "data.jsonl:7"
+    assert "arguments" in error.remedy
+
+
+def test_llamas_spelling_of_arguments() -> None:
+    for call in ({"name": "f", "parameters": {"a": 1}}, {"function": {"name": "f", "parameters": '{"a": 1}'}}):
+        assert conversation_of([call]).messages[1].extra["tool_calls"][0]["function"] == {
+            "name": "f",
+            "arguments": {"a": 1},
+        }

@@ -120,6 +120,8 @@ def test_reasoning_given_twice() -> None:
     assert answer_of(reasoning_content="hm", thinking="hm").extra["thinking"] == "hm"
     assert "several different reasonings" in failure(reasoning_content="a", thinking="b").message
     assert "<think>" in failure(reasoning_content="a", content="<think>b</think>c").message
+    parts = [{"type": "reasoning", "value": "a"}, {"type": "text", "text": "<think>b</think>c"}]
+    assert "<think>" in failure(content=parts).message
 
 
 def test_reasoning_of_a_user() -> None:

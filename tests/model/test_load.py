@@ -106,6 +106,7 @@ def test_cut_weights_are_an_error(tmp_path: Path) -> None:
     ("pad", "eos", "rows", "expected"), [(3, 5, 10, 3), (None, 5, 10, 5), (12, 5, 10, 5), (12, 11, 10, 0)]
 )
 def test_pad_token_lies_inside_the_embedding(pad: int | None, eos: int, rows: int, expected: int) -> None:
+    """P19: without a pad token, or with one outside the embedding, one of the ids that are there is taken."""
     tokenizer = make_tokenizer()
     tokenizer.pad_token_id, tokenizer.eos_token_id = pad, eos
     assert choose_pad_token(tokenizer, num_rows=rows) == expected

@@ -155,6 +155,13 @@ BROKEN = [
         id="metric-twice",
     ),
     pytest.param(
+        ["data.train=[{path: a.jsonl, columns: {instruction: q, output: q}}]"],
+        rules.columns_have_one_role,
+        "`q` stands in two roles",
+        "column of its own",
+        id="column-in-two-roles",
+    ),
+    pytest.param(
         ["evaluation.metrics=[./loss.py]", "data.eval={fraction: 0.1}"],
         rules.metric_names_differ,
         "two values would be recorded as `eval_loss`",

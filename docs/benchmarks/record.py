@@ -27,7 +27,7 @@ def make_record(run: Path, *, name: str, command: str) -> dict[str, object]:
         "name": name,
         "command": command,
         "created": report["created"],
-        "environment": {key: value for key, value in report["environment"].items() if key != "command"},
+        "environment": _environment(report["environment"]),
         "plan": report["plan"] | {"model": Path(report["plan"]["model"]).name},  # folders are each machine's own
         "trainable_parameters": report["trained"]["trainable_parameters"],
         "steps": len(steps),
@@ -40,6 +40,15 @@ def make_record(run: Path, *, name: str, command: str) -> dict[str, object]:
         "held_out_loss": [report["summary"]["eval_loss_before"], report["summary"]["eval_loss_after"]],
         "timings": report["timings"],
         "checks": report["checks"],
+    }
+
+
+def _environment(values: dict[str, object]) -> dict[str, object]:
+    """The run's environment without its command, which the record has, and without the kernel's own name."""
+    system, *_, machine = str(values["platform"]).split("-with-")[0].split("-")
+    libc = str(values["platform"]).partition("-with-")[2]
+    return {key: value for key, value in values.items() if key != "command"} | {
+        "platform": "-".join(filter(None, (system, machine, f"with-{libc}" if libc else "")))
     }
 
 

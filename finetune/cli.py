@@ -21,9 +21,17 @@ from finetune.console import Console
 from finetune.errors import EnvironmentProblem, ExitCode, FinetuneError, Interrupted, OutOfMemory, RecipeError
 from finetune.process import prepare_process
 from finetune.recipe.load import load_recipe
+from finetune.recipe.schema import Recipe
 
 FAULT_EXIT_CODE = 1
 """Exit code of a fault of the program itself; no class of `errors.py` has it."""
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file that describes the run.")]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Values laid over the recipe: training.learning_rate=1e-4"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, the rest on stderr.")]
 
 app = typer.Typer(
     name="finetune",
@@ -71,23 +79,17 @@ def root(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file that describes the run.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Values laid over the recipe: training.learning_rate=1e-4"),
-    ] = None,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop before the weights, after the data checks.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
-    is_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout, the rest on stderr.")
-    ] = False,
+    is_json: JsonOption = False,
 ) -> None:
     """Train as the recipe says: from data and weights to a run folder."""
     started = time.perf_counter()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does, with its report
     console = Console(is_json=is_json)
-    loaded = load_recipe(recipe, overrides=overrides or [])
-    prepare_process(model_is_local=Path(loaded.model.path).is_absolute())
+    loaded = _load(recipe, overrides)
     try:
         try:
             from finetune.train import train as run_training
@@ -103,23 +105,17 @@ def train(
 
 @app.command()
 def preview(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file that describes the run.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Values laid over the recipe: data.max_length=4096"),
-    ] = None,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
     rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show.")] = 3,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write all of it as one page to FILE.")
     ] = None,
-    is_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout, the rest on stderr.")
-    ] = False,
+    is_json: JsonOption = False,
 ) -> None:
     """Show rows as the model will see them, with what is learned; check the data. Needs a tokenizer, no weights."""
     console = Console(is_json=is_json)
-    loaded = load_recipe(recipe, overrides=overrides or [])
-    prepare_process(model_is_local=Path(loaded.model.path).is_absolute())
+    loaded = _load(recipe, overrides)
     try:
         try:
             from finetune.preview.run import preview as run_preview
@@ -129,6 +125,13 @@ def preview(
     except KeyboardInterrupt as stop:  # Typer would turn this into a bare exit
         raise Interrupted("stopped", remedy="Give the command again.") from stop
     console.result(shown.as_dict())
+
+
+def _load(recipe: str, overrides: list[str] | None) -> Recipe:
+    """Reads the recipe and, once it is known to be right, prepares the process for the heavy imports that follow."""
+    loaded = load_recipe(recipe, overrides=overrides or [])
+    prepare_process(model_is_local=Path(loaded.model.path).is_absolute())
+    return loaded
 
 
 @runtime_checkable

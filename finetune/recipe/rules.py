@@ -17,9 +17,9 @@ from finetune.recipe.paths import is_hub_dataset, is_hub_id
 from finetune.recipe.schema import EvaluationSection, LoraAdapter, NoAdapter, Recipe
 
 METRICS = ("exact_match",)
+"""Metrics that need no file."""
 TAKEN_METRIC_NAMES = frozenset({"loss", "tokens", "seconds"})
 """Names under which the held-out loss and its counts are recorded."""
-"""Metrics that need no file."""
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ def source_files(source: Source) -> list[str]:
     Raises:
         DataError: a folder or pattern has no data file.
     """
-    if is_hub_dataset(source.path):
-        return [_hub(source).label]
+    if (hub := hub_of(source)) is not None:
+        return [hub.label]
     if os.path.isdir(source.path):
         return [str(file) for file in _data_files_below(Path(source.path))[0]]
     if not os.path.lexists(source.path) and glob.has_magic(source.path):
@@ -46,12 +46,20 @@ def source_files(source: Source) -> list[str]:
 
 
 def hashed_files(source: Source) -> list[str]:
-    """Returns the files whose bytes decide what a source holds; for a dataset of the hub those of its local copy.
+    """Returns the files whose bytes decide what a source holds; none for a dataset of the hub, whose commit does.
 
     Raises:
-        DataError, EnvironmentProblem: as `source_files` and `read_source` do.
+        DataError: as `source_files` does.
     """
-    return _hub(source).files() if is_hub_dataset(source.path) else source_files(source)
+    return [] if is_hub_dataset(source.path) else source_files(source)
+
+
+def hub_of(source: Source) -> HubDataset | None:
+    """Returns the dataset of the hub that a source names; None for files."""
+    if not is_hub_dataset(source.path):
+        return None
+    split = source.split or "train"
+    return HubDataset(source.path, source.name, split, source.revision, source.streaming, source.max_rows)
 
 
 def read_source(source: Source, *, say: Say) -> Iterator[tuple[Origin, Record | DataError]]:
@@ -60,7 +68,7 @@ def read_source(source: Source, *, say: Say) -> Iterator[tuple[Origin, Record | 
     In place of a record that is broken, while the rest can be read, what is wrong with it.
 
     Args:
-        say: takes a line about files of a folder that were left alone.
+        say: takes a line about files of a folder that were left alone, or where a dataset of the hub is read from.
 
     Raises:
         DataError: a file cannot be read, or a column that the recipe names is not there.
@@ -91,8 +99,8 @@ def read_source(source: Source, *, say: Say) -> Iterator[tuple[Origin, Record | 
 
 
 def _records(source: Source, say: Say) -> Iterator[tuple[Origin, Record | DataError]]:
-    if is_hub_dataset(source.path):
-        yield from _hub(source).records()
+    if (hub := hub_of(source)) is not None:
+        yield from hub.records(say=say)
         return
     path = Path(source.path)
     left_alone = _data_files_below(path)[1] if os.path.isdir(path) else []
@@ -102,10 +110,6 @@ def _records(source: Source, say: Say) -> Iterator[tuple[Origin, Record | DataEr
         say(f"{source.path}: {len(left_alone)} files that are no data files left alone: {shown}{more}")
     for file in source_files(source):
         yield from read_records_and_faults(file, max_rows=None)
-
-
-def _hub(source: Source) -> HubDataset:
-    return HubDataset(source.path, source.name, source.split or "train", source.revision)
 
 
 def _data_files_below(folder: Path) -> tuple[list[Path], list[Path]]:

@@ -123,6 +123,9 @@ class Source(Section):
     """Split of a hub dataset; none takes `train`."""
     revision: str | None = None
     """Branch, tag or commit of a hub dataset; none takes its main branch."""
+    streaming: bool = False
+    """Read a hub dataset's rows as they arrive instead of downloading all of it first; only tokens go to the disk. A
+    local copy is used where there is one. With `max_rows`, and no local copy, rows are streamed anyway."""
 
 
 class EvalFraction(Section):

@@ -78,9 +78,7 @@ class HubDataset:
             raise
         # Readers of the library raise plain ones (ValueError, TypeError, RuntimeError) beside those of the network.
         except (OSError, ValueError, TypeError, RuntimeError, LookupError, httpx.HTTPError, _base_error()) as error:
-            raise hub_error(
-                error, id=self.id, place=self.label, revision=self.revision, num_read=number
-            ) from error
+            raise hub_error(error, id=self.id, place=self.label, revision=self.revision, num_read=number) from error
         if number == 0:
             raise DataError("the split holds no records", place=self.label, remedy="Name another `split`.")
 
@@ -132,9 +130,7 @@ def _local_builder(hub: HubDataset, commit: Commit) -> DatasetBuilder | None:
     if not copies:
         return None
     config, version, sha = copies[-1].parts[-3:]
-    return Cache(
-        dataset_name=hub.id.rpartition("/")[2], repo_id=hub.id, config_name=config, version=version, hash=sha
-    )
+    return Cache(dataset_name=hub.id.rpartition("/")[2], repo_id=hub.id, config_name=config, version=version, hash=sha)
 
 
 def _rows(split: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:

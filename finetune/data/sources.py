@@ -22,6 +22,8 @@ Say = Callable[[str], None]
 
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "state.json"}
 """Files that the datasets library puts beside its data; they hold no records."""
+_ANSWER_ROLES = {"completion", "output", "messages", "conversations", "text"}
+_PAIR_ROLES = {"chosen", "rejected"}
 _SPLITS_FILE = "dataset_dict.json"
 _OPTIONAL_ROLES = {"input", "history", "system", "tools"}
 _SHOWN_NAMES = 5
@@ -167,9 +169,11 @@ def _with_roles(record: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]
     """Returns the record with the columns renamed to their roles.
 
     A column that has a role's name, and is not the one meant, is kept as `own NAME`, so that it is told as not used.
+    So is what is left of a preference pair, where the recipe names the column with the answer to learn.
     """
     taken = set(roles.values())
-    rest = {(f"own {key}" if key in roles else key): value for key, value in record.items() if key not in taken}
+    own = set(roles) | (_PAIR_ROLES if _ANSWER_ROLES & set(roles) else set())
+    rest = {(f"own {key}" if key in own else key): value for key, value in record.items() if key not in taken}
     return rest | {role: record[column] for role, column in roles.items() if column in record}
 
 

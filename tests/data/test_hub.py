@@ -38,7 +38,7 @@ from finetune.data.build import build_dataset
 from finetune.errors import FinetuneError
 from finetune.recipe.schema import DataSection
 from tiny import make_tokenizer
-datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = 2, 0.1
+datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = 1, 0.1
 template = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}"
     "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\\n{% endfor %}"
@@ -229,7 +229,7 @@ def test_offline_start_reads_the_copy(machine: Machine, hub: HubServer) -> None:
     machine.start()
     hub.stop()
     assert machine.start(settings={"max_length": 64})["samples"] == 8
-    pinned = machine.start(revision=old, settings={"max_length": 65})
+    pinned = machine.start(revision=old, name="default", settings={"max_length": 65})
     assert pinned["tokens"] == first["tokens"], "an older copy than the newest"
     named = machine.start(revision="v1")
     assert named["error"] == "EnvironmentProblem", "no one knows which commit v1 is"

@@ -72,6 +72,7 @@ def map_ordered(
     )
     under_way: deque[tuple[str, Future[Result]]] = deque()
     try:
+        executor.submit(_start)  # the first task forks all workers, before a reader has connections and threads
         for item in items:
             under_way.append((describe(item), executor.submit(_run, item)))
             if len(under_way) >= workers * _ITEMS_AHEAD:
@@ -111,6 +112,10 @@ def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_SECONDS)
     os._exit(1)
+
+
+def _start() -> None:
+    """Does nothing: a task that makes the workers start."""
 
 
 def _run(item: Any) -> Any:

@@ -19,7 +19,7 @@ from finetune.data.ledger import LedgerBuilder
 from finetune.data.over_length import OverLength
 from finetune.data.pool import choose_workers, map_ordered
 from finetune.data.reading import Reading, open_source
-from finetune.data.sources import hashed_files, source_files
+from finetune.data.sources import hashed_files, hub_of, source_files
 from finetune.data.store import StoreBuilder
 from finetune.data.tokenize import Batch, BatchResult, BatchTokenizer, Result, Settings
 from finetune.errors import DataError
@@ -33,6 +33,8 @@ Say = Callable[[str], None]
 _PROGRESS_SECONDS = 5.0
 _BYTES_WORTH_WORKERS = 4 << 20
 """Starting processes takes longer than tokenizing less than this."""
+_ROWS_WORTH_WORKERS = 4096
+"""The same for the rows of a dataset whose size is not known."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,22 @@ def prepare_sources(
 
     Raises:
         DataError: a file or record is wrong, a file changed meanwhile, or no sample is left.
+        EnvironmentProblem: a dataset of the hub cannot be reached, or a process that tokenizes died.
     """
     files = [path for source in sources for path in source_files(source)]
     hashed = [path for source in sources for path in hashed_files(source)]
     names = [source.path for source in sources]
+    commits = _commits(sources, say)
 
     def tokenized() -> Tokenized:
         return _tokenize(sources, files, data=data, tokenizer=tokenizer, say=say, workers=workers)
 
     # A missing file is left to the reader, which names it better than a failed hash.
-    if not data.cache or not hashed or not all(map(os.path.isfile, hashed)):
+    if not data.cache or not all(map(os.path.isfile, hashed)):
         found = tokenized()
         return PreparedSources(found.store, found.ledger, found.counts, tuple(sources), None)
     states = [FileState.of(path) for path in hashed]
-    key = _cache_key(sources, states, data=data, tokenizer=tokenizer)
+    key = _cache_key(sources, states, commits, data=data, tokenizer=tokenizer)
     with ExitStack() as held:
         held.enter_context(entry_lock(key, say=say))
         found = open_entry(key, files=files, sources=names, say=say)
@@ -87,8 +91,25 @@ def date_of(data: DataSection) -> datetime.date | None:
     return datetime.date.fromisoformat(data.date) if data.date is not None else None
 
 
+def _commits(sources: Sequence[Source], say: Say) -> list[str | None]:
+    """Returns `dataset@commit` for each source that is a dataset of the hub, None for the others; says which."""
+    found: list[str | None] = []
+    for source in sources:
+        hub = hub_of(source)
+        commit = hub.commit() if hub is not None else None
+        if hub is not None and commit is not None:
+            say(f"{hub.label}: commit {commit.sha[:12]} ({commit.origin})")
+        found.append(f"{source.path}@{commit.sha}" if commit is not None else None)
+    return found
+
+
 def _cache_key(
-    sources: Sequence[Source], states: Sequence[FileState], *, data: DataSection, tokenizer: PreTrainedTokenizerBase
+    sources: Sequence[Source],
+    states: Sequence[FileState],
+    commits: Sequence[str | None],
+    *,
+    data: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> CacheKey:
     import tokenizers
     import transformers
@@ -96,13 +117,15 @@ def _cache_key(
     parts: dict[str, Any] = {
         "files": [state.sha256 for state in states],
         "file_types": ["".join(Path(state.path).suffixes[-2:]).lower() for state in states],
+        "hub_commits": list(commits),
         "files_of_sources": [len(source_files(source)) for source in sources],
         "tokenizer": tokenizer_digest(tokenizer),
         "chat_template": template_digest(tokenizer),
         "data_version": DATA_VERSION,
         "libraries": f"transformers {transformers.__version__}, tokenizers {tokenizers.__version__}",
     }
-    left_out = {"path", "weight"}
+    # A commit stands for the revision that led to it, and its rows are the same streamed or downloaded.
+    left_out = {"path", "weight", "revision", "streaming"}
     for name in [name for name in Source.model_fields if name not in left_out]:
         parts["formats" if name == "format" else name] = [source.model_dump(mode="json")[name] for source in sources]
     # Whatever is no index work on the finished store counts; a new field of the section counts until it is named here.
@@ -128,13 +151,19 @@ def _tokenize(
         date=date_of(data),
     )
     if workers is None:
-        size = sum(Path(path).stat().st_size for path in files if os.path.isfile(path))
-        workers = choose_workers() if size >= _BYTES_WORTH_WORKERS else 1
+        workers = choose_workers() if _is_worth_workers(sources, files) else 1
     collected = _Collected(data, files, say)
     work = BatchTokenizer(tokenizer, settings)
     for result in map_ordered(work, collected.batches(sources), workers=workers, describe=str):
         collected.add(result)
     return collected.finish(sources)
+
+
+def _is_worth_workers(sources: Sequence[Source], files: Sequence[str]) -> bool:
+    """Says whether there is much to tokenize; how large a dataset of the hub is shows only once it is read."""
+    if any(hub_of(source) and (source.max_rows or _ROWS_WORTH_WORKERS) >= _ROWS_WORTH_WORKERS for source in sources):
+        return True
+    return sum(Path(path).stat().st_size for path in files if os.path.isfile(path)) >= _BYTES_WORTH_WORKERS
 
 
 class _Collected:

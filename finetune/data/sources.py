@@ -22,6 +22,8 @@ Say = Callable[[str], None]
 
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "state.json"}
 """Files that the datasets library puts beside its data; they hold no records."""
+_ANSWER_ROLES = {"completion", "output", "messages", "conversations", "text"}
+_PAIR_ROLES = {"chosen", "rejected"}
 _SPLITS_FILE = "dataset_dict.json"
 _OPTIONAL_ROLES = {"input", "history", "system", "tools"}
 _SHOWN_NAMES = 5
@@ -36,8 +38,8 @@ def source_files(source: Source) -> list[str]:
     Raises:
         DataError: a folder or pattern has no data file.
     """
-    if is_hub_dataset(source.path):
-        return [_hub(source).label]
+    if (hub := hub_of(source)) is not None:
+        return [hub.label]
     if os.path.isdir(source.path):
         return [str(file) for file in _data_files_below(Path(source.path))[0]]
     if not os.path.lexists(source.path) and glob.has_magic(source.path):
@@ -46,12 +48,20 @@ def source_files(source: Source) -> list[str]:
 
 
 def hashed_files(source: Source) -> list[str]:
-    """Returns the files whose bytes decide what a source holds; for a dataset of the hub those of its local copy.
+    """Returns the files whose bytes decide what a source holds; none for a dataset of the hub, whose commit does.
 
     Raises:
-        DataError, EnvironmentProblem: as `source_files` and `read_source` do.
+        DataError: as `source_files` does.
     """
-    return _hub(source).files() if is_hub_dataset(source.path) else source_files(source)
+    return [] if is_hub_dataset(source.path) else source_files(source)
+
+
+def hub_of(source: Source) -> HubDataset | None:
+    """Returns the dataset of the hub that a source names; None for files."""
+    if not is_hub_dataset(source.path):
+        return None
+    split = source.split or "train"
+    return HubDataset(source.path, source.name, split, source.revision, source.streaming, source.max_rows)
 
 
 def read_source(source: Source, *, say: Say) -> Iterator[tuple[Origin, Record | DataError]]:
@@ -60,7 +70,7 @@ def read_source(source: Source, *, say: Say) -> Iterator[tuple[Origin, Record | 
     In place of a record that is broken, while the rest can be read, what is wrong with it.
 
     Args:
-        say: takes a line about files of a folder that were left alone.
+        say: takes a line about files of a folder that were left alone, or where a dataset of the hub is read from.
 
     Raises:
         DataError: a file cannot be read, or a column that the recipe names is not there.
@@ -91,8 +101,8 @@ def read_source(source: Source, *, say: Say) -> Iterator[tuple[Origin, Record | 
 
 
 def _records(source: Source, say: Say) -> Iterator[tuple[Origin, Record | DataError]]:
-    if is_hub_dataset(source.path):
-        yield from _hub(source).records()
+    if (hub := hub_of(source)) is not None:
+        yield from hub.records(say=say)
         return
     path = Path(source.path)
     left_alone = _data_files_below(path)[1] if os.path.isdir(path) else []
@@ -102,10 +112,6 @@ def _records(source: Source, say: Say) -> Iterator[tuple[Origin, Record | DataEr
         say(f"{source.path}: {len(left_alone)} files that are no data files left alone: {shown}{more}")
     for file in source_files(source):
         yield from read_records_and_faults(file, max_rows=None)
-
-
-def _hub(source: Source) -> HubDataset:
-    return HubDataset(source.path, source.name, source.split or "train", source.revision)
 
 
 def _data_files_below(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -163,9 +169,11 @@ def _with_roles(record: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]
     """Returns the record with the columns renamed to their roles.
 
     A column that has a role's name, and is not the one meant, is kept as `own NAME`, so that it is told as not used.
+    So is what is left of a preference pair, where the recipe names the column with the answer to learn.
     """
     taken = set(roles.values())
-    rest = {(f"own {key}" if key in roles else key): value for key, value in record.items() if key not in taken}
+    own = set(roles) | (_PAIR_ROLES if _ANSWER_ROLES & set(roles) else set())
+    rest = {(f"own {key}" if key in own else key): value for key, value in record.items() if key not in taken}
     return rest | {role: record[column] for role, column in roles.items() if column in record}
 
 

@@ -53,8 +53,8 @@ def refuse_unlearnable(record: dict[str, Any], format: Unlearnable, origin: Orig
     if format == "prompt_answer":
         answer = next((key for key in ANSWER_KEYS if key in record), "answer")
         message = f"this is {shown} data: prompts with an answer for a reward to compare with, not a text to learn"
-        remedy = f"To learn the answers as they are, set the source's `columns` to {{completion: {answer}}}"
-        remedy += ", with the prompt as a string." if isinstance(record.get("prompt"), list) else "."
+        with_string = ", with the prompt as a string" if isinstance(record.get("prompt"), list) else ""
+        remedy = f"To learn the answers as they are, {_mapped('completion', answer)}{with_string}."
     elif format == "kto":
         message = f"this is {shown} data, and `training.method: sft` would learn the bad answers as if they were right"
         remedy = (
@@ -62,5 +62,34 @@ def refuse_unlearnable(record: dict[str, Any], format: Unlearnable, origin: Orig
         )
     else:
         message = f"this is preference data, {shown}, and `training.method: sft` would learn the rejected answers too"
-        remedy = "Keep only the wanted answers, and store them as messages or as prompt and completion."
+        role = _role_of_chosen(record)
+        remedy = (
+            f"To learn the preferred answers alone, {_mapped(role, 'chosen')}."
+            if role is not None
+            else "Keep only the wanted answers, and store them as messages or as prompt and completion."
+        )
     raise DataError(message, place=str(origin), remedy=remedy)
+
+
+def _mapped(role: str, column: str) -> str:
+    return (
+        f"set the source's `columns` to {{{role}: {column}}} (or to that column's own name, in place of `{column}` "
+        "there), and leave `format` out"
+    )
+
+
+def _role_of_chosen(record: dict[str, Any]) -> str | None:
+    """Returns the role in which supervised training learns the preferred answer as it stands; None where it cannot."""
+    chosen, prompt = record.get("chosen"), record.get("prompt")
+    if isinstance(chosen, str):
+        if isinstance(prompt, str):
+            return "completion"
+        if "instruction" in record:
+            return "output"
+        return None
+    if not isinstance(chosen, list):
+        return None
+    if isinstance(prompt, list):
+        return "completion"
+    # Beside a prompt that is text, and without one, the list holds the whole conversation.
+    return "messages" if not {"conversations", "messages", "instruction"} & record.keys() else None

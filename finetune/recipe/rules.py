@@ -99,6 +99,31 @@ def hub_fields_need_a_hub_dataset(recipe: Recipe) -> Violation | None:
     return None
 
 
+def streaming_is_of_whole_hub_splits(recipe: Recipe) -> Violation | None:
+    """Local files are always read as a stream, and the hub streams a split from its start."""
+    lists = {"train": recipe.data.train, "eval": recipe.data.eval if isinstance(recipe.data.eval, list) else []}
+    for name, sources in lists.items():
+        for index, source in enumerate(sources):
+            key = f"data.{name}.{index}"
+            if source.streaming and not is_hub_dataset(source.path):
+                return Violation(
+                    keys=(f"{key}.streaming", f"{key}.path"),
+                    found=True,
+                    allowed="left out when `path` is a file or folder",
+                    reason=f"{source.path} is no hub id, and files on this machine are read as a stream anyway",
+                    remedy="Remove `streaming`.",
+                )
+            if source.streaming and "[" in (source.split or ""):
+                return Violation(
+                    keys=(f"{key}.split", f"{key}.streaming"),
+                    found=source.split,
+                    allowed="the name of a whole split, while `streaming` is true",
+                    reason="where a slice begins and ends is known only once the whole split was read",
+                    remedy="Set `max_rows` to take the first rows, or remove `streaming`.",
+                )
+    return None
+
+
 def eval_sources_have_no_weight(recipe: Recipe) -> Violation | None:
     """Every held-out record is looked at once; a weight there would change nothing."""
     sources = recipe.data.eval if isinstance(recipe.data.eval, list) else []
@@ -278,6 +303,7 @@ RULES: tuple[Rule, ...] = (
     full_fine_tuning_in_fp16_is_refused,
     revision_needs_a_hub_id,
     hub_fields_need_a_hub_dataset,
+    streaming_is_of_whole_hub_splits,
     eval_sources_have_no_weight,
     chat_template_exists,
     lora_targets_are_names,

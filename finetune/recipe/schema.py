@@ -100,6 +100,15 @@ class Columns(Section):
     """Column that holds the completion."""
     text: str | None = None
     """Column that holds the document."""
+    chosen: str | None = None
+    """Column that holds the preferred answer of a pair; to learn it with `sft`, give it the role `completion`,
+    `messages` or `output` instead."""
+    rejected: str | None = None
+    """Column that holds the other answer of a pair."""
+    label: str | None = None
+    """Column that holds the verdict on an answer (KTO)."""
+    answer: str | None = None
+    """Column that holds the answer that a reward compares with (GRPO)."""
 
 
 class Source(Section):
@@ -108,9 +117,20 @@ class Source(Section):
     path: str = Field(min_length=1)
     """File (`.json`, `.jsonl`, `.csv`, `.tsv`, `.parquet`, `.arrow` or `.txt`; text also as `.gz` or `.zst`), folder
     with such files, pattern such as `data/*.jsonl` (all relative to the recipe), or a hub id such as `org/name`."""
-    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"] = "auto"
+    format: Literal[
+        "auto",
+        "alpaca",
+        "sharegpt",
+        "messages",
+        "prompt_completion",
+        "text",
+        "preference",
+        "kto",
+        "prompt_answer",
+    ] = "auto"
     """Shape of a record. `auto` recognises it from the first record's keys, says which it took, and refuses a later
-    record of another shape."""
+    record of another shape. `training.method: sft` refuses `preference`, `kto` and `prompt_answer`, and says how their
+    answers can be learned."""
     columns: Columns | None = None
     """Column names of the data by the role they play, such as `{instruction: question, output: answer}`."""
     weight: float = Field(default=1.0, gt=0.0, le=1000.0)
@@ -123,6 +143,9 @@ class Source(Section):
     """Split of a hub dataset; none takes `train`."""
     revision: str | None = None
     """Branch, tag or commit of a hub dataset; none takes its main branch."""
+    streaming: bool = False
+    """Read a hub dataset's rows as they arrive instead of downloading all of it first; only tokens go to the disk. A
+    local copy is used where there is one. With `max_rows`, and no local copy, rows are streamed anyway."""
 
 
 class EvalFraction(Section):

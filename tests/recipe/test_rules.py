@@ -52,6 +52,20 @@ BROKEN = [
         id="split-of-eval-file",
     ),
     pytest.param(
+        ["data.train.0.streaming=true"],
+        rules.streaming_is_of_whole_hub_splits,
+        "`data.train.0.streaming` must be left out when `path` is a file or folder, found true",
+        "Remove `streaming`",
+        id="streaming-of-file",
+    ),
+    pytest.param(
+        ["data.eval=[{path: org/name, split: 'test[:5]', streaming: true}]"],
+        rules.streaming_is_of_whole_hub_splits,
+        "`data.eval.0.split` must be the name of a whole split, while `streaming` is true",
+        "max_rows",
+        id="streaming-of-slice",
+    ),
+    pytest.param(
         ["data.turns=separate", "data.loss_on=all"],
         rules.separate_turns_have_turns_to_learn,
         '`data.turns` must be together, while `data.loss_on` is all, found "separate"',

@@ -11,6 +11,7 @@ from finetune.data.shorten import shorten
 from finetune.data.table_files import rows_of, without_none
 from finetune.data.types import Origin
 from finetune.errors import DataError, EnvironmentProblem
+from finetune.recipe.paths import RELATIVE_TO
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -87,15 +88,15 @@ def _load(hub: HubDataset) -> Dataset:
         raise DataError(
             f"there is no file or folder of this name, and no such dataset on the hub: {shorten(str(error))}",
             place=hub.id,
-            remedy="Correct `path`: a file or folder is relative to the recipe, a dataset is named org/name. A private "
-            "one needs `hf auth login`.",
+            remedy="Correct `path`: a dataset is named org/name, and a private one needs `hf auth login`. "
+            f"{RELATIVE_TO}",
         ) from error
     except (ConnectionError, OSError) as error:
         raise EnvironmentProblem(
             f"there is no file or folder of this name, and the hub's dataset cannot be reached: {shorten(str(error))}",
             place=hub.id,
             remedy="Connect to the network and load it once (later runs use the local copy), or name a local file or "
-            "folder, relative to the recipe.",
+            f"folder. {RELATIVE_TO}",
         ) from error
     except (ValueError, DatasetsError) as error:
         # The library's message lists the configurations or splits that there are.

@@ -34,7 +34,7 @@ def test_rows_have_no_filled_in_nulls(folder: Path) -> None:
     """P25: Arrow gives every row the arguments of all; those that no one wrote must not come out as null."""
     hub = HubDataset(str(folder), None, "train", None)
     assert [record for _, record in hub.records()] == ROWS
-    assert str(next(iter(hub.records()))[0]) == f"{folder}[train]:1"
+    assert str(next(iter(hub.records()))[0]) == f"{folder}[train] (record 1)"
     assert all(Path(file).is_file() for file in hub.files())
     assert hub.files()
 

@@ -138,5 +138,5 @@ def test_bad_row_of_a_file_whose_records_take_several_lines(chatml: Any, tmp_pat
     csv = 'instruction,output\n"two\nlines",a\nq, \n'
     path.write_text(csv if suffix == ".csv" else json.dumps(records, indent=1), encoding="utf-8")
     error = failure(chatml, path)
-    assert error.place == f"{path}:{4 if suffix == '.csv' else 6} (record 2)"
+    assert error.place == f"{path}:{'4' if suffix == '.csv' else '6 (record 2)'}"
     assert "output is empty" in error.message

@@ -69,7 +69,7 @@ def test_micro_batches_do_not_change_the_step(folder: Path, tmp_path: Path) -> N
 
 
 def test_packed_loss_and_gradients_equal_unpacked(folder: Path, tmp_path: Path) -> None:
-    """All samples in one step: packing changes the rows, not the sum over supervised tokens."""
+    """P30: all samples in one step: packing changes the rows, not the sum over supervised tokens."""
     results = []
     for packing in (True, False):
         made = recipe(folder, tmp_path / str(packing), data={"packing": packing}, adapter=FULL)
@@ -128,6 +128,7 @@ def test_real_tokens_are_counted(folder: Path, tmp_path: Path) -> None:
 
 
 def test_planned_steps_are_the_executed_ones(folder: Path, tmp_path: Path) -> None:
+    """P33: with packing, the planned steps are the executed ones."""
     made = recipe(folder, tmp_path / "run", data={"packing": False}, training={"epochs": 1.5})
     made["training"]["max_steps"] = None
     trainer, prepared = build(made)

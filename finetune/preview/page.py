@@ -1,8 +1,7 @@
 """A preview as one self-contained page, in the style of the run's report.
 
 What was found comes first, then the rows. A document stands in full, not in a box that scrolls; of a long stretch the
-middle is folded, so that the place where learning begins is seen at once. Characters that cannot be seen are spelled
-out as on the terminal (`console.visible`); only the object of `--json` has them as they are.
+middle is folded, so that the place where learning begins is seen at once.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import PurePath
 
-from finetune.console import plural, visible
+from finetune.console import plural
 from finetune.data.ledger import Dropped, Ledger, Note
 from finetune.preview.model import Bin, Document, Preview, Row, Stretch
 from finetune.run.fragments import render_pairs
@@ -38,7 +37,6 @@ def render_preview(preview: Preview) -> str:
             render_section("Rows as the model sees them", _rows(preview)),
         )
     )
-    body = visible(body)  # after escaping: no character of the markup is one that is spelled out
     style = files("finetune.preview").joinpath("preview.css").read_text(encoding="utf-8")
     return render_page(title, body, footer="finetune preview --json gives the same as numbers.", style=style)
 

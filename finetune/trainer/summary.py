@@ -62,8 +62,8 @@ def show_plan(console: Console, prepared: Prepared) -> None:
     )
     if steps.total_steps < FEW_STEPS:
         console.warning(
-            f"only {plural(steps.total_steps, 'step')}, too few to learn much: the data make {plural(len(train), 'row')}. "
-            "Lower training.rows_per_step or raise training.epochs."
+            f"only {plural(steps.total_steps, 'step')}, too few to learn much: the data make "
+            f"{plural(len(train), 'row')}. Lower training.rows_per_step or raise training.epochs."
         )
     if model.section.quantization == "nf4" and (left := unquantized_bytes(model.skeleton)):
         console.warning(

@@ -151,11 +151,22 @@ def test_nothing_left_is_an_error(chatml: Any, write_jsonl: Callable) -> None:
     error = failure(chatml, write_jsonl([LONG_ANSWER]), max_length=64, over_length="drop")
     assert "no sample is left" in error.message
     assert "dropped 1 (over_length)" in error.message
+    assert error.remedy == "Raise `data.max_length`: the records are longer."
+
+
+def test_nothing_left_of_malformed_records_has_a_remedy_for_them(chatml: Any, write_jsonl: Callable) -> None:
+    """The remedy was to raise `data.max_length`, whatever had been dropped."""
+    error = failure(chatml, write_jsonl([{"instruction": "q", "output": ""}]), malformed="drop")
+    assert "no sample is left" in error.message
+    assert "max_length" not in error.remedy and "`data.malformed`" in error.remedy
 
 
 @pytest.mark.parametrize("cache", [True, False])
 def test_missing_file(chatml: Any, tmp_path: Path, cache: bool) -> None:
-    assert "does not exist" in failure(chatml, tmp_path / "none.jsonl", cache=cache).message
+    error = failure(chatml, tmp_path / "none.jsonl", cache=cache)
+    assert "does not exist" in error.message
+    assert "relative to the recipe that names it" in error.remedy
+    assert "on the command line to the current folder" in error.remedy
 
 
 def test_eval_files_and_references(chatml: Any, write_jsonl: Callable) -> None:

@@ -173,7 +173,7 @@ def test_samples_know_the_line_of_their_record(chatml: Any, tmp_path: Path, name
         import pyarrow.parquet as pq
 
         pq.write_table(pa.Table.from_pylist(records), path)
-    dataset, _ = build(chatml, path)
+    dataset, _ = build(chatml, {"path": str(path)}, cache=False)
     found = [str(dataset.train.origin(index)) for index in range(3)]
     assert found == [f"{path}{place}" for place in places]
 

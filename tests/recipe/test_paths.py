@@ -101,12 +101,12 @@ def test_fields_of_a_hub_dataset(write: Write) -> None:
 def test_names_that_no_file_can_have(write: Write, override: str, key: str, name: str) -> None:
     """Some ended in a traceback of the file system's, others far from the recipe."""
     value = '"a\\0b"' if name == "\0" else name
-    error = failure(write("r.yaml", MINIMAL), override.format(value))
+    error = failure(write(MINIMAL), override.format(value))
     assert f"`{key}` must be a name that a file can have" in error.message
     assert key in error.remedy
 
 
 @pytest.mark.parametrize("key", ["model.path", "model.chat_template", "data.train.0.path", "output.dir"])
 def test_half_of_a_character_in_a_name(write: Write, key: str) -> None:
-    error = failure(write("r.yaml", MINIMAL), f'{key}="\\ud800"')
-    assert f"`{key}`" in error.message and "half of a character" in error.remedy
+    error = failure(write(MINIMAL), f'{key}="\\ud800"')
+    assert f"`{key}`" in error.message and "half of a character" in f"{error.message} {error.remedy}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -22,6 +23,12 @@ from finetune.errors import FinetuneError
 Cell = str | int | float
 PLAIN_WIDTH = 80
 """Columns assumed where the output is no terminal."""
+
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, but for tab and line feed
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks that turn the direction of writing
+    "\u2028\u2029\ud800-\udfff]"  # line and paragraph separators; halves of characters, which no encoding has
+)
 
 
 class Console:
@@ -48,7 +55,7 @@ class Console:
 
     def line(self, text: str = "", *, style: str = "") -> None:
         """Prints text as it is."""
-        _print(self._stream, Text(_visible(text), style=style))
+        _print(self._stream, Text(visible(text), style=style))
 
     @property
     def has_color(self) -> bool:
@@ -57,28 +64,30 @@ class Console:
 
     def spans(self, spans: Sequence[tuple[str, str]]) -> None:
         """Prints stretches of text as they are, each in a style of its own: `(text, style)`."""
-        _print(self._stream, Text.assemble(*((_visible(text), style) for text, style in spans)))
+        _print(self._stream, Text.assemble(*((visible(text), style) for text, style in spans)))
 
     def note(self, text: str) -> None:
         """Prints something worth knowing that needs no action."""
-        _print(self._stream, Text.assemble(("note: ", "cyan"), _visible(text)))
+        _print(self._stream, Text.assemble(("note: ", "cyan"), visible(text)))
 
     def warning(self, text: str) -> None:
         """Prints something that the user may want to change."""
-        _print(self._error_stream, Text.assemble(("warning: ", "bold yellow"), _visible(text)))
+        _print(self._error_stream, Text.assemble(("warning: ", "bold yellow"), visible(text)))
 
     def error(self, error: FinetuneError) -> None:
-        """Prints an error: place and message, then the remedy."""
+        """Prints an error: place and message, then the remedy; several remedies one a line, each behind a dash."""
         head = f"{error.place}: {error.message}" if error.place else error.message
-        _print(self._error_stream, Text.assemble(("error: ", "bold red"), _visible(head)))
-        _print(self._error_stream, Text.assemble(("remedy: ", "bold green"), _visible(error.remedy)))
+        _print(self._error_stream, Text.assemble(("error: ", "bold red"), visible(head)))
+        remedies = error.remedy.split("\n")
+        shown = error.remedy if len(remedies) == 1 else "".join(f"\n  - {remedy}" for remedy in remedies)
+        _print(self._error_stream, Text.assemble(("remedy:", "bold green"), " " * (len(remedies) == 1), visible(shown)))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         """Prints rows under column names, numbers to the right.
 
         A table wider than the terminal (80 columns where there is none) becomes one block a row, a line a column.
         """
-        texts = [[_visible(_text(cell)) for cell in row] for row in rows]
+        texts = [[visible(_text(cell)) for cell in row] for row in rows]
         widths = [max(cell_len(cell) for cell in column) for column in zip(columns, *texts, strict=True)]
         if title:
             self.line(title, style="bold")
@@ -137,9 +146,18 @@ def _json_values(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _visible(text: str) -> str:
-    """Returns text with escape characters spelled out, so that data cannot steer the terminal."""
-    return text.replace("\x1b", "\\x1b")
+def visible(text: str) -> str:
+    """Returns text with what cannot be seen spelled out, such as `\\x1b` or `\\u202e`; tabs and line feeds stay.
+
+    So data can neither steer the terminal nor turn the order in which a line is read.
+    """
+    return _UNSEEN.sub(lambda match: ascii(match.group())[1:-1], text)
+
+
+def plural(number: int, word: str) -> str:
+    """Returns a count with its noun: `1 row`, `2,000 rows`, `2 micro-batches`."""
+    ending = "" if number == 1 else "es" if word.endswith(("ch", "x", "s")) else "s"
+    return f"{number:,} {word}{ending}"
 
 
 def _text(cell: Cell) -> str:

@@ -27,7 +27,7 @@ class FinetuneError(Exception):
     Args:
         message: what is wrong, with the value found.
         place: the file, line and column, key, or folder that it was found in; empty when there is none.
-        remedy: what to change or type next; never empty.
+        remedy: what to change or type next, one remedy a line; never empty.
     """
 
     exit_code: ClassVar[ExitCode]

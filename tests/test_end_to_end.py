@@ -168,7 +168,7 @@ def test_a_users_metric_is_scored(parts: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_touches_the_network(parts: Path, tmp_path: Path) -> None:
-    """A run from local folders, in a process where opening any connection raises."""
+    """P44: a run from local folders, in a process where opening any connection raises."""
     recipe = write_recipe(parts, tmp_path)
     program = (
         "import socket, sys\n"

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from tiny import make_chat_file, make_recipe, make_tokenizer
+from tiny import make_chat_file, make_config, make_recipe, make_tokenizer
 
 from finetune.cli import main
 from finetune.data.types import IGNORE_INDEX, Origin, Sample
 from finetune.errors import ExitCode
-from finetune.preview.model import document_of, histogram
+from finetune.preview.model import Stretch, document_of, histogram
+from finetune.preview.text import choose_marks
 
 
 @pytest.fixture
@@ -184,3 +185,83 @@ def test_a_page_replaces_pages_only(recipe: Path, tmp_path: Path, capsys: pytest
     for _ in range(2):
         run_json(capsys, str(recipe), "--html", str(page))
     assert page.read_bytes().startswith(b"<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("texts", "marks"),
+    [
+        (["plain", "learned", ""], ("[[", "]]")),
+        (["[[1, 2]]", "learned", ""], ("{{{", "}}}")),
+        (["ends in [", "learned", ""], ("{{{", "}}}")),
+        (["plain", "ends in ]", ""], ("{{{", "}}}")),
+        (["[[", "{{{x}}}", "<<<"], ("[[learned 1:", ":1]]")),
+        (["[[ {{{ <<< [[learned 1:", "x", ""], ("[[learned 2:", ":2]]")),
+    ],
+)
+def test_marks_cannot_be_taken_for_text(texts: list[str], marks: tuple[str, str]) -> None:
+    """Without colour, data that holds `[[` was read as learned."""
+    stretches = [Stretch(text, bool(number % 2), 1) for number, text in enumerate(texts)]
+    assert choose_marks([stretches]) == marks
+
+
+def write_records(recipe: Path, *records: tuple[str, str]) -> None:
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]})
+        for user, answer in records
+    ]
+    (recipe.parent / "data.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def test_unseen_characters_are_spelled_out_in_text_and_page(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data could turn a line around, and so show another answer than the one learned."""
+    write_records(recipe, ("a \u202e b \x1b[31m", "c \u2066 d \x85"), ("x", "y"))
+    page = recipe.parent / "page.html"
+    assert main(["preview", str(recipe), "data.max_length=512", "--html", str(page)]) == 0
+    for shown in (capsys.readouterr().out, page.read_text(encoding="utf-8")):
+        assert "a \\u202e b \\x1b[31m" in shown
+        assert "c \\u2066 d \\x85" in shown
+        assert not re.search("[\u202e\u2066\x1b\x85]", shown)
+
+
+def test_page_folds_long_context_and_shows_findings_first(recipe: Path) -> None:
+    """The learned part of a long sample lay below the edge of a box."""
+    write_records(recipe, ("long " * 600, "answer"), ("x", "y"))
+    page = recipe.parent / "page.html"
+    assert main(["preview", str(recipe), "data.max_length=9000", "--html", str(page)]) == 0
+    html = page.read_text(encoding="utf-8")
+    folded = re.search(r"<details><summary>middle of ([\d,]+) tokens that are not learned", html)
+    assert folded is not None and int(folded[1].replace(",", "")) > 2000
+    after = html[html.index("</details>") :]
+    assert after.index("<mark>answer") < 500
+    assert "<details" not in html[: folded.start()] and "max-height: 420px" not in html
+    titles = re.findall(r"<h2>([^<]*)</h2>", html)
+    assert titles == ["Gate", "Ledger and packing", "Lengths of the samples, in tokens", "Rows as the model sees them"]
+
+
+def test_a_length_beyond_the_models_positions_is_said(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`finetune train` refuses it, and preview showed the data as if it could be trained on."""
+    assert run_json(capsys, str(recipe), "data.max_length=600")["warnings"] == []
+    make_config("qwen3").save_pretrained(recipe.parent / "model")
+    assert run_json(capsys, str(recipe), "data.max_length=512")["warnings"] == []
+    (warning,) = run_json(capsys, str(recipe), "data.max_length=600")["warnings"]
+    assert "positions up to 512 only" in warning and "600" in warning
+
+
+def test_counts_of_one_are_singular(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_records(recipe, ("x", "y"))
+    assert main(["preview", str(recipe)]) == 0
+    shown = capsys.readouterr().out
+    assert not re.findall(r"(?<![\d,.])1 (?:records|samples|rows|tokens)\b", shown)
+    assert "1 record -> 1 sample, " in shown and "1 sample in 1 row of" in shown
+    assert "learned in 1 of 1 record" in shown
+
+
+def test_a_hit_of_the_cache_says_the_format_too(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for what in ("miss", "hit"):
+        assert main(["preview", str(recipe), "data.cache=true"]) == 0
+        shown = capsys.readouterr().out
+        assert f"Token cache: {what}" in shown
+        assert f"{tmp_path / 'data.jsonl'}: recognised as messages" in shown

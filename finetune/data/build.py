@@ -129,7 +129,7 @@ def _part(source: Tokenized, held_out: SampleStore | None, *, data: DataSection,
         is_held_out = hold_out(train, fraction=data.eval.fraction, seed=seed)
         held_out = train.select(np.flatnonzero(is_held_out))
         ledger = ledger.with_held_out(samples=len(held_out), tokens=held_out.num_tokens)
-        checks.append(Check("rows equal in train and eval", "ok", "none: the split is by content"))
+        checks.append(Check("rows equal in train and eval", "ok", "none can be: equal samples are held out together"))
     taken = weighted(train, source_numbers(ledger), weights=[each.weight for each in data.train], seed=seed)
     train = train.select(taken[~is_held_out[taken]])
     if not len(train):

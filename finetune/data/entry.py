@@ -50,6 +50,8 @@ class Tokenized:
     store: SampleStore
     ledger: Ledger
     counts: GateCounts
+    shapes: tuple[str, ...]
+    """What each source was recognised as; empty for one whose format the recipe names."""
 
 
 def open_entry(key: CacheKey, *, files: Sequence[str], sources: Sequence[str], say: Say) -> Tokenized | None:
@@ -74,12 +76,23 @@ def open_entry(key: CacheKey, *, files: Sequence[str], sources: Sequence[str], s
             store.with_paths(tuple(renamed[path] for path in store.paths)),
             ledger.with_paths(renamed, sources=sources),
             GateCounts.from_dict(values, paths=renamed),
+            tuple(map(str, json.loads((folder / "shapes.json").read_text(encoding="utf-8")))),
         )
+        if len(found.shapes) != len(sources):
+            raise ValueError("shapes.json is of other sources")
     except (OSError, ValueError, KeyError, TypeError, AssertionError, EOFError) as error:
         say(f"Token cache: entry {folder} is damaged ({error}); building it again")
         return None
+    for source, shape in zip(sources, found.shapes, strict=True):
+        if shape:
+            say(recognised(source, shape))
     say(f"Token cache: hit ({folder})")
     return found
+
+
+def recognised(source: str, shape: str) -> str:
+    """Returns the line that says what a source was recognised as."""
+    return f"{source}: recognised as {shape}"
 
 
 def entry_folder(key: CacheKey) -> Path:
@@ -99,6 +112,7 @@ def write_entry(key: CacheKey, entry: Tokenized, *, files: Sequence[str], say: S
             _write_json(aside / "ledger.json", entry.ledger.as_dict())
             _write_json(aside / "gate.json", entry.counts.as_dict())
             _write_json(aside / "files.json", list(files))
+            _write_json(aside / "shapes.json", entry.shapes)
             _write_json(aside / "key.json", key.parts)
             names = sorted(path.name for path in aside.iterdir())
             _write_json(aside / "checksums.json", {name: _blocks(aside / name) for name in names})

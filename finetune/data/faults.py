@@ -89,7 +89,7 @@ class FaultList:
         groups = list(self.groups.values())
         first = groups[0].first
         drop = (
-            " Or set `data.malformed` to drop to leave such records out, counted in the ledger."
+            "\nOr set `data.malformed` to drop to leave such records out, counted in the ledger."
             if any(group.first.can_be_dropped for group in groups)
             else ""
         )
@@ -103,7 +103,7 @@ class FaultList:
             left_out = sum(group.records for group in groups[_KINDS_SHOWN:])
             lines.append(f"  {left_out:,} more of {len(groups) - _KINDS_SHOWN:,} other kinds")
         remedies = list(dict.fromkeys(group.first.remedy for group in groups[:_KINDS_SHOWN]))
-        return DataFaults("\n".join(lines), place=str(first.origin), remedy=" / ".join(remedies) + drop, groups=groups)
+        return DataFaults("\n".join(lines), place=str(first.origin), remedy="\n".join(remedies) + drop, groups=groups)
 
 
 def _example(fault: Fault) -> str:

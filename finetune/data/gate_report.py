@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from finetune.console import plural
 from finetune.data.gate import FAULTS, WARNINGS, Check, Finding, GateCounts, GateReport
 from finetune.data.ledger import Ledger
 from finetune.data.store import SampleStore
@@ -42,7 +43,7 @@ def gate_report(
     return GateReport(
         (
             *_share_checks(train),
-            Check("end of turn", "ok", f"learned in {learned:,} of {documents:,} records"),
+            Check("end of turn", "ok", f"learned in {learned:,} of {plural(documents, 'record')}"),
             *_warning_checks(counts, documents),
             Check("length", "ok", f"the longest sample has {longest:,} of {max_length:,} tokens"),
             *checks,
@@ -55,7 +56,8 @@ def cut_check(ledgers: Sequence[Ledger]) -> list[Check]:
     num_cut = sum(ledger.records_truncated for ledger in ledgers)
     if not num_cut:
         return []
-    detail = f"{num_cut:,} samples were cut at `data.max_length`; their answers may end without an end of turn"
+    were = "sample was" if num_cut == 1 else "samples were"
+    detail = f"{num_cut:,} {were} cut at `data.max_length`; what is learned there may lack its end of turn"
     return [Check("cut answers", "warning", detail)]
 
 
@@ -63,12 +65,11 @@ def _share_checks(store: SampleStore) -> list[Check]:
     """Returns the share of each sample's tokens that is learned: lowest, median, highest, and whether some is tiny."""
     shares = store.supervised / store.lengths
     lowest, median, highest = (float(value) for value in np.quantile(shares, (0.0, 0.5, 1.0)))
-    none = int(np.count_nonzero(store.supervised == 0))
     low = np.flatnonzero(shares < _LOW_SHARE)
-    detail = f"{lowest:.1%} to {highest:.1%} of a sample's tokens, median {median:.1%}; {none:,} samples without any"
+    detail = f"{lowest:.1%} to {highest:.1%} of a sample's tokens, median {median:.1%}"
     status: Literal["ok", "warning"] = "ok"
     if len(low):
-        status, detail = "warning", f"{detail}; {len(low):,} below {_LOW_SHARE:.0%}"
+        status, detail = "warning", f"{detail}; {plural(len(low), 'sample')} below {_LOW_SHARE:.0%}"
     return [Check("learned share", status, detail, tuple(str(store.origin(int(index))) for index in low[:_EXAMPLES]))]
 
 
@@ -79,7 +80,7 @@ def _warning_checks(counts: Sequence[GateCounts], documents: int) -> list[Check]
         if found:
             records = sum(group.records for group in found)
             origins = [str(origin) for group in found for origin in group.origins][:_EXAMPLES]
-            detail = f"{WARNINGS[finding]} ({records:,} of {documents:,} records)"
+            detail = f"{WARNINGS[finding]} ({records:,} of {plural(documents, 'record')})"
             checks.append(Check(name, "warning", detail, tuple(origins)))
         elif finding == "bos_missing" and not any("bos_repeated" in count.warnings for count in counts):
             checks.append(Check(name, "ok", "at most one in each record, at its start"))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from finetune.data.shorten import shorten
 from finetune.errors import DataError, EnvironmentProblem, FinetuneError
+from finetune.recipe.paths import RELATIVE_TO
 
 NETWORK_REMEDY = (
     "Connect to the network and load it once (later runs use the local copy or the token cache), or name a local file "
-    "or folder, relative to the recipe."
+    f"or folder. {RELATIVE_TO}"
 )
 
 
@@ -55,8 +56,8 @@ def hub_error(
         return DataError(
             f"there is no file or folder of this name, and no such dataset on the hub: {text}",
             place=place,
-            remedy="Correct `path`: a file or folder is relative to the recipe, a dataset is named org/name. A private "
-            "one needs `hf auth login`.",
+            remedy="Correct `path`: a dataset is named org/name, and a private one needs `hf auth login`. "
+            f"{RELATIVE_TO}",
         )
     if is_unreachable(error):
         return unreachable(text, place=place, num_read=num_read)

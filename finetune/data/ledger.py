@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+from finetune.console import plural
 from finetune.data.types import Origin
 
 DropReason = Literal["over_length", "no_label_after_truncation", "duplicate", "also_in_eval"]
@@ -123,24 +124,29 @@ class Ledger:
         """Returns the ledger as lines for the console; the first always, the others where there is something to say."""
         share = 100 * self.tokens_supervised / self.tokens_kept if self.tokens_kept else 0.0
         lines = [
-            f"{self.records:,} records -> {self.samples:,} samples, {self.tokens_kept:,} tokens, "
-            f"{self.tokens_supervised:,} learned ({share:.1f} %)"
+            f"{plural(self.records, 'record')} -> {plural(self.samples, 'sample')}, "
+            f"{plural(self.tokens_kept, 'token')}, {self.tokens_supervised:,} learned ({share:.1f} %)"
         ]
         if len(self.sources) > 1:
             lines += [_source_line(source) for source in self.sources]
         for group in self.dropped:
             places = _places(group.first_origins, group.records)
-            lines.append(f"  dropped {group.records:,} ({group.reason}), {group.tokens:,} tokens: {places}")
+            lines.append(f"  dropped {group.records:,} ({group.reason}), {plural(group.tokens, 'token')}: {places}")
         if self.records_truncated:
-            lines.append(f"  truncated {self.records_truncated:,} records, {self.tokens_truncated:,} tokens cut")
+            cut = plural(self.tokens_truncated, "token")
+            lines.append(f"  truncated {plural(self.records_truncated, 'record')}, {cut} cut")
         if self.records_split:
-            lines.append(f"  split {self.records_split:,} records into {self.samples - self.records_kept:,} samples")
+            pieces = plural(self.samples - self.records_kept, "sample")
+            lines.append(f"  split {plural(self.records_split, 'record')} into {pieces}")
         if self.samples_held_out:
-            lines.append(f"  held out {self.samples_held_out:,} samples, {self.tokens_held_out:,} tokens")
+            tokens = plural(self.tokens_held_out, "token")
+            lines.append(f"  held out {plural(self.samples_held_out, 'sample')}, {tokens}")
         if self.samples_taken is not None:
-            lines.append(f"  one pass takes {self.samples_taken:,} samples, {self.tokens_taken or 0:,} tokens")
+            tokens = plural(self.tokens_taken or 0, "token")
+            lines.append(f"  one pass takes {plural(self.samples_taken, 'sample')}, {tokens}")
         for note in self.notes:
-            count = f"{note.turns:,} turns in {note.records:,} records" if note.turns else f"{note.records:,} records"
+            records = plural(note.records, "record")
+            count = f"{plural(note.turns, 'turn')} in {records}" if note.turns else records
             lines.append(f"  note: {note.what}: {count}: {_places(note.first_origins, note.records)}")
         return lines
 
@@ -214,8 +220,8 @@ def _source_line(source: SourceCount) -> str:
     weight = f", weight {source.weight:g}" if source.weight not in (None, 1.0) else ""
     lost = f", {source.records_dropped:,} dropped" if source.records_dropped else ""
     return (
-        f"  {source.path} ({source.format}{weight}): {source.records:,} records{lost}, {source.samples:,} samples, "
-        f"{source.tokens_kept:,} tokens"
+        f"  {source.path} ({source.format}{weight}): {plural(source.records, 'record')}{lost}, "
+        f"{plural(source.samples, 'sample')}, {plural(source.tokens_kept, 'token')}"
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
+from finetune.console import plural
 from finetune.data.faults import EXAMPLES_SHOWN, DataFaults, Fault, faults_of_one_kind
 from finetune.data.ledger import DropReason
 from finetune.data.types import IGNORE_INDEX, Conversation, Origin, Sample
@@ -83,7 +84,7 @@ class OverLength:
         )
         return faults_of_one_kind(
             f"{samples} longer than `max_length` {self.max_length:,}, the longest {self.longest:,} tokens; truncating "
-            f"would lose {self.answer_tokens_beyond:,} learned tokens: {origins}{more}",
+            f"would lose {plural(self.answer_tokens_beyond, 'learned token')}: {origins}{more}",
             place=str(self.first_origins[0]),
             remedy=remedy,
             examples=[

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.console import plural
 from finetune.data.cache import DATA_VERSION, CacheKey, FileState, cache_folder, template_digest, tokenizer_digest
 from finetune.data.entry import Tokenized, entry_lock, open_entry, write_entry
 from finetune.data.faults import Fault, FaultList
 from finetune.data.gate import GateCounts
-from finetune.data.ledger import LedgerBuilder
+from finetune.data.ledger import Ledger, LedgerBuilder
 from finetune.data.over_length import OverLength
 from finetune.data.pool import choose_workers, map_ordered
 from finetune.data.reading import Reading, open_source
@@ -71,7 +72,7 @@ def prepare_sources(
     # A missing file is left to the reader, which names it better than a failed hash.
     if not data.cache or not all(map(os.path.isfile, hashed)):
         found = tokenized()
-        return PreparedSources(found.store, found.ledger, found.counts, tuple(sources), None)
+        return PreparedSources(found.store, found.ledger, found.counts, found.shapes, tuple(sources), None)
     states = [FileState.of(path) for path in hashed]
     key = _cache_key(sources, states, commits, data=data, tokenizer=tokenizer)
     with ExitStack() as held:
@@ -83,7 +84,7 @@ def prepare_sources(
                 state.require_unchanged()
             if not write_entry(key, found, files=files, say=say):
                 key = None
-    return PreparedSources(found.store, found.ledger, found.counts, tuple(sources), key)
+    return PreparedSources(found.store, found.ledger, found.counts, found.shapes, tuple(sources), key)
 
 
 def date_of(data: DataSection) -> datetime.date | None:
@@ -166,6 +167,17 @@ def _is_worth_workers(sources: Sequence[Source], files: Sequence[str]) -> bool:
     return sum(Path(path).stat().st_size for path in files if os.path.isfile(path)) >= _BYTES_WORTH_WORKERS
 
 
+def _remedy_for(ledger: Ledger) -> str:
+    """Returns what brings records back that were left out, one remedy for each reason."""
+    reasons = {group.reason.partition(":")[0] for group in ledger.dropped}
+    remedies = []
+    if reasons & {"over_length", "no_label_after_truncation"}:
+        remedies.append("Raise `data.max_length`: the records are longer.")
+    if "malformed" in reasons:
+        remedies.append("Set `data.malformed` to error, which tells the fault and the remedy of each kind of record.")
+    return "\n".join(remedies) or "Check that the files hold what they should."
+
+
 class _Collected:
     """Puts the batches' results together, in the order of the records."""
 
@@ -218,9 +230,10 @@ class _Collected:
             raise DataError(
                 "no sample is left: " + "; ".join(line.strip() for line in ledger.summary_lines()),
                 place=sources[0].path,
-                remedy="Raise `data.max_length`, or check that the files hold what they should.",
+                remedy=_remedy_for(ledger),
             )
-        return Tokenized(self._store.finish(), ledger, self._counts)
+        shapes = tuple(self._readings[number].shape for number in range(len(sources)))
+        return Tokenized(self._store.finish(), ledger, self._counts, shapes)
 
     def _open_source(self, number: int) -> None:
         while self._source < number:
@@ -251,4 +264,4 @@ class _Collected:
         if now - self._said >= _PROGRESS_SECONDS:
             self._said = now
             rate = self._records / (now - self._started)
-            self._say(f"tokenizing: {self._records:,} records, {rate:,.0f} a second")
+            self._say(f"tokenizing: {plural(self._records, 'record')}, {rate:,.0f} a second")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from finetune.data.entry import recognised
 from finetune.data.faults import Fault
 from finetune.data.formats import Format, convert, describe, recognise, require_same_format
 from finetune.data.load import Record, shorten
@@ -25,6 +26,8 @@ class Reading:
     number: int
     say: Say
     format: Format | None = None
+    shape: str = ""
+    """What the first record was recognised as; empty where the recipe names the format."""
 
     def batches(self) -> Iterator[Batch]:
         """Yields the source's records in batches."""
@@ -51,7 +54,8 @@ class Reading:
             try:
                 if self.format is None:
                     self.format, first = recognise(record, origin), origin
-                    self.say(f"{self.source.path}: recognised as {describe(record, self.format)}")
+                    self.shape = describe(record, self.format)
+                    self.say(recognised(self.source.path, self.shape))
                 elif first is not None:
                     require_same_format(record, format=self.format, origin=origin, first=first)
             except DataError as error:

@@ -15,7 +15,7 @@ from finetune.data.load import Record, is_data_file, read_records_and_faults
 from finetune.data.shorten import shorten
 from finetune.data.types import Origin
 from finetune.errors import DataError
-from finetune.recipe.paths import DATA_SUFFIXES, is_hub_dataset
+from finetune.recipe.paths import DATA_SUFFIXES, RELATIVE_TO, is_hub_dataset
 from finetune.recipe.schema import Source
 
 Say = Callable[[str], None]
@@ -97,7 +97,9 @@ def read_source(source: Source, *, say: Say) -> Iterator[tuple[Origin, Record | 
         yield origin, _with_roles(record, roles)
     if unseen and first is not None:
         role, column = next(iter(unseen.items()))
-        raise _missing_column(role, column, first[1], place=source.path, where="no record of the source has")
+        raise _missing_column(
+            role, column, first[1], place=source.path, where="a column that all records of the source lack"
+        )
 
 
 def _records(source: Source, say: Say) -> Iterator[tuple[Origin, Record | DataError]]:
@@ -109,7 +111,12 @@ def _records(source: Source, say: Say) -> Iterator[tuple[Origin, Record | DataEr
     if left_alone:
         more = ", ..." if len(left_alone) > _SHOWN_NAMES else ""
         shown = ", ".join(str(file.relative_to(path)) for file in left_alone[:_SHOWN_NAMES])
-        say(f"{source.path}: {len(left_alone)} files that are no data files left alone: {shown}{more}")
+        what = (
+            "1 file that is no data file"
+            if len(left_alone) == 1
+            else f"{len(left_alone):,} files that are no data files"
+        )
+        say(f"{source.path}: {what} left alone: {shown}{more}")
     for file in source_files(source):
         yield from read_records_and_faults(file, max_rows=None)
 
@@ -160,7 +167,7 @@ def _files_of_pattern(pattern: str) -> list[str]:
         raise DataError(
             "no file fits this pattern",
             place=pattern,
-            remedy="Correct it: * stands for any part of a name, ** for any folders. It is relative to the recipe.",
+            remedy=f"Correct it: * stands for any part of a name, ** for any folders. {RELATIVE_TO}",
         )
     return files
 
@@ -186,15 +193,14 @@ def _require_columns(roles: dict[str, str], record: Record, origin: Origin) -> N
                 remedy="Remove `columns` from the source.",
             )
         if column not in record and role not in _OPTIONAL_ROLES:
-            raise _missing_column(role, column, record, place=str(origin), where="the record has")
+            raise _missing_column(role, column, record, place=str(origin), where="a column that the record lacks")
 
 
 def _missing_column(role: str, column: str, record: Record, *, place: str, where: str) -> DataError:
     names = [] if isinstance(record, str) else list(map(str, record))
     near = difflib.get_close_matches(column, names, n=1)
     return DataError(
-        f"`columns.{role}` is {shorten(column)}, but {where} no such column; the columns are "
-        f"{shorten(', '.join(names))}",
+        f"`columns.{role}` is {shorten(column)}, {where}; the columns are {shorten(', '.join(names))}",
         place=place,
         remedy=f"Did you mean {near[0]}?" if near else f"Correct `columns.{role}`, or remove it.",
     )

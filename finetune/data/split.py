@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.console import plural
 from finetune.data.faults import EXAMPLES_SHOWN, Fault, faults_of_one_kind
 from finetune.data.gate import Check
 from finetune.data.ledger import Dropped, DropReason, Ledger
@@ -97,7 +98,8 @@ def apply_duplicates(
     total = int(store.record_numbers[-1]) + 1
     pairs = first_equal(store, is_repeat, store)
     examples = _equal_places(pairs)
-    detail = f"{num_records(store, is_repeat):,} of {total:,} records equal an earlier one"
+    count = num_records(store, is_repeat)
+    detail = f"{count:,} of {plural(total, 'record')} {'equals' if count == 1 else 'equal'} an earlier one"
     if policy == "error":
         remedy = "Remove them, or set `data.duplicates` to drop (learn each once) or keep."
         raise faults_of_one_kind(
@@ -108,10 +110,10 @@ def apply_duplicates(
             records=num_records(store, is_repeat),
         )
     if policy == "keep":
-        detail = f"{detail} and are learned again (`data.duplicates: drop` leaves them out)"
+        detail = f"{detail} and {'is' if count == 1 else 'are'} learned again (`data.duplicates: drop` leaves them out)"
         return store, ledger, Check(name, "warning", detail, examples)
     store, ledger = without(store, is_repeat, ledger, reason="duplicate")
-    return store, ledger, Check(name, "ok", f"{detail} and were left out", examples)
+    return store, ledger, Check(name, "ok", f"{detail} and {'was' if count == 1 else 'were'} left out", examples)
 
 
 def apply_leakage(
@@ -129,7 +131,8 @@ def apply_leakage(
         return store, ledger, Check(name, "ok", "none")
     pairs = first_equal(store, is_leak, held_out)
     examples = _equal_places(pairs)
-    detail = f"{num_records(store, is_leak):,} training records equal a record of `data.eval`"
+    count = num_records(store, is_leak)
+    detail = f"{plural(count, 'training record')} {'equals' if count == 1 else 'equal'} a record of `data.eval`"
     place = str(pairs[0][0])
     if policy == "error":
         remedy = (
@@ -144,7 +147,11 @@ def apply_leakage(
             records=num_records(store, is_leak),
         )
     if policy == "keep":
-        return store, ledger, Check(name, "warning", f"{detail} and are learned (`data.leakage`)", examples)
+        return (
+            store,
+            ledger,
+            Check(name, "warning", f"{detail} and {'is' if count == 1 else 'are'} learned (`data.leakage`)", examples),
+        )
     if is_leak.all():
         raise DataError(
             "all training records equal a record of `data.eval`, so none is left to train on",
@@ -152,7 +159,11 @@ def apply_leakage(
             remedy="Give `data.eval` other files, or a fraction.",
         )
     store, ledger = without(store, is_leak, ledger, reason="also_in_eval")
-    return store, ledger, Check(name, "ok", f"{detail} and were left out of training", examples)
+    return (
+        store,
+        ledger,
+        Check(name, "ok", f"{detail} and {'was' if count == 1 else 'were'} left out of training", examples),
+    )
 
 
 def num_records(store: SampleStore, chosen: NDArray[np.bool_]) -> int:

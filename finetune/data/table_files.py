@@ -22,7 +22,7 @@ _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical ba
 
 
 def _read_delimited(file: Path, *, delimiter: str) -> Iterator[tuple[Origin, dict[str, Any] | DataError]]:
-    """Yields each row under the header's names; every value is text."""
+    """Yields each row under the header's names; every value is text, and a row's number is the line it starts on."""
     # The module's default of 128 KiB a field would refuse long documents; the limit exists only process-wide.
     csv.field_size_limit(MAX_RECORD_BYTES)
     rows = csv.reader((line for _, line in read_lines(file)), delimiter=delimiter, strict=True)
@@ -37,14 +37,14 @@ def _read_delimited(file: Path, *, delimiter: str) -> Iterator[tuple[Origin, dic
                 header = _require_header(row, file, line=start, delimiter=delimiter)
                 continue
             number += 1
-            origin = Origin(str(file), number, start)
+            origin = Origin(str(file), start)
             if len(row) != len(header):
                 yield (
                     origin,
                     DataError(
                         f"row {number} (ending on line {rows.line_num}) has {len(row)} fields, the header has "
                         f"{len(header)}: {shorten(row)}",
-                        place=f"{file}:{start}",
+                        place=str(origin),
                         remedy="Give each row as many fields as the header; quote fields that hold separators or "
                         "breaks.",
                     ),
@@ -132,7 +132,7 @@ def _rows(file: Path, batches: Iterator[pa.RecordBatch], *, kind: str) -> Iterat
     except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(
             f"broken {kind} file at row {number + 1}: {shorten(str(error))}",
-            place=f"{file}:{number + 1}",
+            place=str(Origin(str(file), number + 1)),
             remedy="Write the file again; it may have been copied only in part.",
         ) from error
 

@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from finetune.errors import DataError, EnvironmentProblem
+from finetune.recipe.paths import RELATIVE_TO
 
 MAX_RECORD_BYTES = 32 * 1024 * 1024
 """A line or record beyond this is refused: it is many records in one, or no training example."""
@@ -250,11 +251,9 @@ def _unreachable(file: Path, error: OSError | ValueError) -> DataError:
     elif file.is_symlink():
         message, remedy = "the symbolic link leads to no file", f"Correct the link; it points at {os.readlink(file)}."
     elif code in (errno.ENOENT, errno.ENOTDIR):
-        message, remedy = "the file does not exist", "Check the path; it is relative to the recipe that names it."
+        message, remedy = "the file does not exist", f"Check the path. {RELATIVE_TO}"
         if not file.parent.is_dir():
-            remedy = (
-                f"The folder {file.parent} does not exist either. Paths are relative to the recipe that names them."
-            )
+            remedy = f"The folder {file.parent} does not exist either. {RELATIVE_TO}"
         elif near := get_close_matches(file.name, _names_beside(file), n=3):
             remedy = f"Did you mean {', '.join(near)}?"
     else:

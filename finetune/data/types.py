@@ -7,6 +7,7 @@ stages hold numpy arrays, so that millions of samples stay compact and cheap to 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,10 @@ from numpy.typing import NDArray
 
 IGNORE_INDEX = -100
 """Label of a token that is not learned; the value that torch's cross entropy skips."""
+
+_LINE_NUMBERED = (".jsonl", ".csv", ".tsv")
+"""Files whose records are numbered by the line that they start on; they may be compressed."""
+_COMPRESSED = (".gz", ".zst")
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -24,14 +29,22 @@ class Origin:
 
     path: str
     record: int
-    """Number of the record in its file: the line of a JSONL file, else the record's position; from 1."""
+    """Number of the record in its file: in JSONL, CSV and TSV the line that it starts on, else its position; from 1."""
     line: int | None = field(default=None, compare=False)
-    """The line of a text file that the record starts on, where that is not its number."""
+    """The line that a record of a JSON array starts on, where it is known."""
 
     def __str__(self) -> str:
-        if self.line is None or self.line == self.record:
-            return f"{self.path}:{self.record}"
-        return f"{self.path}:{self.line} (record {self.record})"
+        """Returns `FILE:LINE` where the line is known, and `FILE (record N)` elsewhere."""
+        if self.line is not None:
+            return f"{self.path}:{self.line} (record {self.record})"
+        return f"{self.path}:{self.record}" if _has_line_numbers(self.path) else f"{self.path} (record {self.record})"
+
+
+def _has_line_numbers(path: str) -> bool:
+    suffixes = [suffix.lower() for suffix in PurePath(path).suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    return bool(suffixes) and suffixes[-1] in _LINE_NUMBERED
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class Stretch:
 
     text: str
     is_learned: bool
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ class Preview:
     ledger: Ledger
     eval_ledger: Ledger | None
     gate: dict[str, Any]
+    warnings: tuple[str, ...]
+    """What `finetune train` would refuse, beside the data."""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the object of `--json`."""
@@ -124,11 +127,23 @@ class Preview:
             "ledger": self.ledger.as_dict(),
             "eval_ledger": self.eval_ledger.as_dict() if self.eval_ledger is not None else None,
             "gate": self.gate,
+            "warnings": list(self.warnings),
         }
 
 
-def make_preview(recipe: Recipe, dataset: Dataset, *, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> Preview:
-    """Packs the training samples as training does, and takes the first rows apart."""
+def make_preview(
+    recipe: Recipe,
+    dataset: Dataset,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    num_rows: int,
+    position_limit: int | None = None,
+) -> Preview:
+    """Packs the training samples as training does, and takes the first rows apart.
+
+    Args:
+        position_limit: the model's positions, in tokens; None where its config is not at hand.
+    """
     plan = plan_rows(dataset.train, recipe.data, seed=recipe.training.seed)
     rows = []
     for number in range(min(num_rows, len(plan))):
@@ -145,6 +160,17 @@ def make_preview(recipe: Recipe, dataset: Dataset, *, tokenizer: PreTrainedToken
         ledger=dataset.ledger,
         eval_ledger=dataset.eval_ledger,
         gate=dataset.gate.as_dict(),
+        warnings=_warnings(recipe, position_limit),
+    )
+
+
+def _warnings(recipe: Recipe, position_limit: int | None) -> tuple[str, ...]:
+    max_length = recipe.data.max_length
+    if position_limit is None or max_length <= position_limit:
+        return ()
+    return (
+        f"`data.max_length` is {max_length:,}, but the model has positions up to {position_limit:,} only, so that "
+        f"`finetune train` would refuse it: set `data.max_length` to at most {position_limit}",
     )
 
 
@@ -158,7 +184,7 @@ def document_of(sample: Sample, *, tokenizer: PreTrainedTokenizerBase) -> Docume
     stretches = []
     for start, end, before, after in zip(borders[:-1], borders[1:], texts[:-1], texts[1:], strict=True):
         text = after[len(before) :] if after.startswith(before) else _decode(tokenizer, ids[start:end])
-        stretches.append(Stretch(text, bool(is_learned[start])))
+        stretches.append(Stretch(text, bool(is_learned[start]), end - start))
     return Document(str(sample.origin), ids, is_learned.astype(int).tolist(), texts[-1], stretches)
 
 

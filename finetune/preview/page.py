@@ -1,4 +1,8 @@
-"""A preview as one self-contained page, in the style of the run's report."""
+"""A preview as one self-contained page, in the style of the run's report.
+
+What was found comes first, then the rows. A document stands in full, not in a box that scrolls; of a long stretch the
+middle is folded, so that the place where learning begins is seen at once.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,18 @@ from html import escape
 from importlib.resources import files
 from pathlib import PurePath
 
-from finetune.preview.model import Bin, Document, Preview, Row
+from finetune.console import plural
+from finetune.data.ledger import Dropped, Ledger, Note
+from finetune.preview.model import Bin, Document, Preview, Row, Stretch
 from finetune.run.fragments import render_pairs
 from finetune.run.page import render_card, render_cards, render_page, render_section
 
 _BADGES = {"ok": ("good", "Gate passed"), "warning": ("warn", "Gate passed with warnings")}
+
+_ENDS_SHOWN = {False: 240, True: 1200}
+"""Characters shown at each end of a stretch whose middle is folded, by whether it is learned."""
+_LEAST_FOLDED = 400
+"""A middle of fewer characters is shown."""
 
 
 def render_preview(preview: Preview) -> str:
@@ -20,10 +31,10 @@ def render_preview(preview: Preview) -> str:
     body = "".join(
         (
             _head(preview, title),
-            render_section("Rows as the model sees them", _rows(preview)),
-            render_section("Lengths of the samples, in tokens", render_card(_bars(preview.lengths))),
             render_section("Gate", render_card(_checks(preview))),
             render_section("Ledger and packing", _tables(preview)),
+            render_section("Lengths of the samples, in tokens", render_card(_bars(preview.lengths))),
+            render_section("Rows as the model sees them", _rows(preview)),
         )
     )
     style = files("finetune.preview").joinpath("preview.css").read_text(encoding="utf-8")
@@ -31,7 +42,7 @@ def render_preview(preview: Preview) -> str:
 
 
 def _head(preview: Preview, title: str) -> str:
-    style, word = _BADGES[preview.gate["status"]]
+    style, word = _BADGES["warning" if preview.warnings else preview.gate["status"]]
     packing = preview.packing
     share = preview.learned_tokens / packing.tokens if packing.tokens else 0.0
     facts = [
@@ -40,13 +51,14 @@ def _head(preview: Preview, title: str) -> str:
         ("Filled", f"{packing.fill:.1%}"),
         ("Tokens", f"{packing.tokens:,}"),
         ("Learned", f"{share:.1%}"),
-        ("Held out", f"{preview.eval_samples:,} samples"),
+        ("Held out", plural(preview.eval_samples, "sample")),
     ]
     shown = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+    warnings = "".join(f'<p class="message">{escape(warning)}.</p>' for warning in preview.warnings)
     return (
         f'<header><div class="top"><span class="brand">finetune</span><span class="badge {style}">{word}</span></div>'
         f'<h1>{escape(title)}</h1><p class="lead">Tokenizer and chat template: {escape(preview.tokenizer)}</p>'
-        f'<dl class="facts">{shown}</dl></header>\n'
+        f'{warnings}<dl class="facts">{shown}</dl></header>\n'
     )
 
 
@@ -61,7 +73,7 @@ def _row(row: Row, preview: Preview) -> str:
     limit = preview.packing.max_length
     width = [100 * len(document.tokens) / limit for document in row.documents]
     strip = "".join(f'<i style="width:{share:.3f}%"></i>' for share in width)
-    count = "1 sample" if len(row.documents) == 1 else f"{len(row.documents):,} samples, each seeing only itself"
+    count = plural(len(row.documents), "sample") + (", each seeing only itself" if len(row.documents) > 1 else "")
     head = (
         f'<div class="row-head"><h3>Row {row.row + 1:,} of {preview.packing.rows:,}</h3>'
         f'<span class="soft">{row.num_tokens:,} of {limit:,} tokens, {count}</span></div>'
@@ -71,25 +83,42 @@ def _row(row: Row, preview: Preview) -> str:
 
 
 def _document(document: Document) -> str:
-    text = "".join(
-        f"<mark>{escape(stretch.text)}</mark>" if stretch.is_learned else f"<span>{escape(stretch.text)}</span>"
-        for stretch in document.stretches
-    )
+    tokens = f"{plural(len(document.tokens), 'token')}, {document.num_learned:,} learned"
+    text = "".join(map(_stretch, document.stretches))
+    return f'<h4>{escape(document.source)}: {tokens}</h4><div class="document">{text}</div>'
+
+
+def _stretch(stretch: Stretch) -> str:
+    """Returns a stretch's text, the middle of a long one folded under its number of tokens."""
+    text, shown = stretch.text, _ENDS_SHOWN[stretch.is_learned]
+    if len(text) < 2 * shown + _LEAST_FOLDED:
+        return _marked(text, stretch)
+    what = "learned" if stretch.is_learned else "not learned"
+    middle = text[shown:-shown]
+    summary = f"middle of {plural(stretch.num_tokens, 'token')} that are {what} ({len(middle):,} characters)"
     return (
-        f"<h4>{escape(document.source)}: {len(document.tokens):,} tokens, {document.num_learned:,} learned</h4>"
-        f'<pre class="document" tabindex="0">{text}</pre>'
+        f"{_marked(text[:shown], stretch)}<details><summary>{summary}</summary>{_marked(middle, stretch)}</details>"
+        f"{_marked(text[-shown:], stretch)}"
     )
+
+
+def _marked(text: str, stretch: Stretch) -> str:
+    return f"<mark>{escape(text)}</mark>" if stretch.is_learned else f"<span>{escape(text)}</span>"
 
 
 def _bars(bins: list[Bin]) -> str:
     most = max(each.samples for each in bins)
     lines = "".join(
         f'<tr><th scope="row">{each.start:,} - {each.end:,}</th>'
-        f'<td class="bar"><i style="width:{100 * each.samples / most:.2f}%"></i></td>'
+        f'<td class="bar">{_bar(each.samples / most)}</td>'
         f'<td class="number">{each.samples:,}</td></tr>'
         for each in bins
     )
     return f'<table class="histogram"><tbody>{lines}</tbody></table>'
+
+
+def _bar(share: float) -> str:
+    return f'<i style="width:{100 * share:.2f}%"></i>' if share else ""
 
 
 def _checks(preview: Preview) -> str:
@@ -105,12 +134,35 @@ def _checks(preview: Preview) -> str:
     return f'<ul class="checks">{items}</ul>'
 
 
+def _ledger(ledger: Ledger, caption: str) -> str:
+    """Returns a ledger as tables of two columns, which a phone has room for."""
+    counts = {name: value for name, value in ledger.as_dict().items() if isinstance(value, int)}
+    dropped = {
+        group.reason: f"{_records(group)}, {plural(group.tokens, 'token')}: {_places(group)}"
+        for group in ledger.dropped
+    }
+    notes = {note.what: f"{_records(note)}: {_places(note)}" for note in ledger.notes}
+    sources = {
+        source.path: f"{source.format}, {plural(source.records, 'record')}, {plural(source.samples, 'sample')}, "
+        f"{plural(source.tokens_kept, 'token')}"
+        for source in ledger.sources
+    }
+    details = (("Dropped", dropped), ("Notes", notes), ("Sources", sources if len(sources) > 1 else {}))
+    shown = "".join(render_pairs(pairs, caption=name, is_verbatim=True) for name, pairs in details if pairs)
+    return render_pairs(counts, caption=caption) + shown
+
+
+def _records(group: Dropped | Note) -> str:
+    return plural(group.records, "record")
+
+
+def _places(group: Dropped | Note) -> str:
+    more = ", ..." if group.records > len(group.first_origins) else ""
+    return ", ".join(map(str, group.first_origins)) + more
+
+
 def _tables(preview: Preview) -> str:
     ledgers = [("Training data", preview.ledger), ("Evaluation data", preview.eval_ledger)]
-    cards = [
-        render_card(render_pairs(ledger.as_dict(), caption=caption))
-        for caption, ledger in ledgers
-        if ledger is not None
-    ]
+    cards = [render_card(_ledger(ledger, caption)) for caption, ledger in ledgers if ledger is not None]
     packing = render_card(render_pairs(asdict(preview.packing), caption="Packing"))
     return render_cards(*cards, packing)

@@ -7,6 +7,7 @@ from pathlib import Path
 from finetune.console import Console
 from finetune.data.build import build_dataset
 from finetune.errors import EnvironmentProblem
+from finetune.model.positions import known_position_limit
 from finetune.model.tokenizer import load_tokenizer
 from finetune.preview.model import Preview, make_preview
 from finetune.preview.page import render_preview
@@ -35,7 +36,8 @@ def preview(recipe: Recipe, *, console: Console, num_rows: int, html: Path | Non
         )
     tokenizer = load_tokenizer(recipe.model)
     dataset = build_dataset(recipe.data, tokenizer=tokenizer, seed=recipe.training.seed, say=console.line)
-    shown = make_preview(recipe, dataset, tokenizer=tokenizer, num_rows=num_rows)
+    limit = known_position_limit(recipe.model)
+    shown = make_preview(recipe, dataset, tokenizer=tokenizer, num_rows=num_rows, position_limit=limit)
     show_preview(console, shown)
     if html is not None:
         try:

@@ -6,6 +6,7 @@ hold no surprise. Only plain data is read: a tag that would build an object is r
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,10 @@ import yaml
 Scalar: TypeAlias = "bool | int | float | str | None"
 Plain: TypeAlias = "Scalar | dict[str, Plain] | list[Plain]"
 KeyPath: TypeAlias = tuple[str | int, ...]
+
+
+_LONGEST_OVERRIDE = 160
+"""Characters of an override shown as a place."""
 
 
 @dataclass(frozen=True, order=True)
@@ -31,7 +36,10 @@ class Place:
     is_override: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
-        return f"command line: {self.source}" if self.is_override else f"{self.source}:{self.line}:{self.column}"
+        if not self.is_override:
+            return f"{self.source}:{self.line}:{self.column}"
+        is_long = len(self.source) > _LONGEST_OVERRIDE
+        return f"command line: {self.source[:_LONGEST_OVERRIDE] + ' ...' if is_long else self.source}"
 
 
 @dataclass(frozen=True)
@@ -234,7 +242,23 @@ def _scalar(kind: str, text: str) -> Scalar:
             raise ValueError(text)
         return text.lower() == "true"
     if kind == "int":
-        return int(text, 0) if text[:2] in {"0o", "0x"} else int(text)
+        return _whole_number(text)
     if kind == "float":
         return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
     return text
+
+
+def _whole_number(text: str) -> int | float:
+    """Returns the number; one beyond the largest float as infinite, which no key takes, so that its key is named.
+
+    Python refuses to read or print whole numbers of thousands of digits.
+    """
+    try:
+        number = int(text, 0) if text[:2] in {"0o", "0x"} else int(text)
+        float(number)
+    except (ValueError, OverflowError):
+        # A tag such as `!!int x` is no number at all.
+        if not re.fullmatch(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", text):
+            raise
+        return -math.inf if text.startswith("-") else math.inf
+    return number

@@ -7,7 +7,7 @@ from dataclasses import replace
 from finetune.recipe.fields import annotation_at, default_type, takes_only_text
 from finetune.recipe.locate import Entry, KeyPath, Node, Place, TextSource, YamlProblem, parse_yaml
 from finetune.recipe.paths import can_be_path
-from finetune.recipe.problems import found
+from finetune.recipe.problems import found, shortened
 
 
 def merge(base: Node, over: Node, *, path: KeyPath = ()) -> Node:
@@ -46,7 +46,7 @@ def apply_override(root: Node, text: str, source: TextSource) -> Node:
     dotted_key, equals, value_text = text.partition("=")
     keys = dotted_key.strip().split(".")
     if not equals or not all(keys):
-        message = f"an override is written `section.key=value`, found `{text}`"
+        message = f"an override is written `section.key=value`, found `{shortened(text)}`"
         raise YamlProblem(message, place, "For example: training.learning_rate=1e-4")
     if keys[0] == "extends":
         remedy = "Write `extends` in the recipe, or override the keys themselves."
@@ -87,10 +87,10 @@ def _assign(node: Node | None, keys: list[str], value: Node, *, path: KeyPath) -
 
 def _index(key: str, items: list[Node], place: Place, path: KeyPath) -> int:
     name = ".".join(str(part) for part in path)
-    if not (key.isascii() and key.isdigit() and int(key) < len(items)):
+    if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < len(items)):
         allowed = f"0 to {len(items) - 1}" if items else "none, the list is empty"
         remedy = f"Name an item that is there, or give the whole list: {name}=[...]"
-        raise YamlProblem(f"`{key}` is no item of the list `{name}`; allowed: {allowed}", place, remedy)
+        raise YamlProblem(f"`{shortened(key)}` is no item of the list `{name}`; allowed: {allowed}", place, remedy)
     return int(key)
 
 

@@ -19,6 +19,10 @@ DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".arrow"
 """Names of data files end in one of these."""
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 """Suffixes that may follow those of text files."""
+RELATIVE_TO = "A path is relative to the recipe that names it, one given on the command line to the current folder."
+"""What the message for a missing file says, wherever the path came from."""
+_LONGEST_NAME, _LONGEST_PATH = 255, 4096
+"""Limits of Linux's file systems, in bytes."""
 DATA_FILE = re.compile("(" + "|".join(map(re.escape, DATA_SUFFIXES + COMPRESSED_SUFFIXES)) + ")$", re.IGNORECASE)
 
 
@@ -40,8 +44,10 @@ def absolute(text: str, folder: Path) -> str:
 
 
 def can_be_path(text: str) -> bool:
-    """Says whether a file system can be asked for a name: it is not empty, has no NUL and no half of a character."""
-    return bool(text) and "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+    """Says whether a file system can be asked for a name: not empty, no NUL, no half of a character, not too long."""
+    if not text or "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        return False
+    return len(text.encode()) < _LONGEST_PATH and all(len(part.encode()) <= _LONGEST_NAME for part in text.split("/"))
 
 
 def is_hub_id(model_path: str) -> bool:
@@ -69,7 +75,7 @@ def _source(text: str, folder: Path) -> str:
 
 def _model(text: str, folder: Path) -> str:
     looks_like_path = text.startswith(("/", ".", "~"))
-    if not looks_like_path and not (folder / text).is_dir() and HUB_ID.fullmatch(text):
+    if not looks_like_path and not os.path.isdir(folder / text) and HUB_ID.fullmatch(text):
         return text
     return absolute(text, folder)
 

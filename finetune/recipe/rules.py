@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.recipe.locate import Plain
-from finetune.recipe.paths import is_hub_dataset, is_hub_id
+from finetune.recipe.paths import can_be_path, is_hub_dataset, is_hub_id
 from finetune.recipe.schema import EvaluationSection, LoraAdapter, NoAdapter, Recipe
 
 METRICS = ("exact_match",)
@@ -38,8 +38,33 @@ Rule = Callable[[Recipe], Violation | None]
 
 
 def check(recipe: Recipe) -> list[Violation]:
-    """Returns every broken rule, in the order of `RULES`."""
+    """Returns every broken rule, in the order of `RULES`; the others look at files, so impossible names go first."""
+    if (impossible := paths_are_possible(recipe)) is not None:
+        return [impossible]
     return [violation for rule in RULES if (violation := rule(recipe))]
+
+
+def paths_are_possible(recipe: Recipe) -> Violation | None:
+    """No file system has a name with NUL or half of a character, or of more than 255 bytes."""
+    eval_sources = recipe.data.eval if isinstance(recipe.data.eval, list) else []
+    named = {
+        "model.path": recipe.model.path,
+        "model.chat_template": recipe.model.chat_template,
+        **{f"data.train.{index}.path": source.path for index, source in enumerate(recipe.data.train)},
+        **{f"data.eval.{index}.path": source.path for index, source in enumerate(eval_sources)},
+        **{f"evaluation.metrics.{index}": metric for index, metric in enumerate(recipe.evaluation.metrics)},
+        "output.dir": recipe.output.dir,
+    }
+    for key, value in named.items():
+        if value is not None and not can_be_path(value):
+            return Violation(
+                keys=(key,),
+                found=value,
+                allowed="a name that a file can have",
+                reason="it is empty, holds NUL or half of a character, or has a part of more than 255 bytes",
+                remedy=f"Correct `{key}`; it may hold other text than a path.",
+            )
+    return None
 
 
 def quantized_weights_need_an_adapter(recipe: Recipe) -> Violation | None:

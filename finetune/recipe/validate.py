@@ -46,9 +46,24 @@ def _problems(error: ValidationError, root: Node) -> list[Problem]:
     """
     faults: dict[KeyPath, str] = {}
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
-        faults.setdefault(_real_path(detail, root), detail["type"])
+        path = _real_path(detail, root)
+        meant = _list_meant(path, root)
+        faults.setdefault(path if meant is None else meant, detail["type"] if meant is None else "list_type")
     above = {path[:length] for path in faults for length in range(len(path))}
     return [_problem(path, kind, root) for path, kind in faults.items() if path not in above]
+
+
+def _list_meant(path: KeyPath, root: Node) -> KeyPath | None:
+    """Returns the key above a fault that holds one mapping where a list of such mappings was meant; else None."""
+    for length in range(1, len(path)):
+        node = root.at(path[:length])
+        if node is None or not isinstance(node.value, dict):
+            continue
+        own = {name for model in models_at(path[:length]) for name in model.model_fields}
+        items = {name for model in models_at((*path[:length], 0)) for name in model.model_fields}
+        if items & node.value.keys() and not own & node.value.keys():
+            return path[:length]
+    return None
 
 
 def _real_path(detail: Mapping[str, Any], root: Node) -> KeyPath:
@@ -102,8 +117,12 @@ def _found(node: Node) -> str:
 def _value_remedy(name: str, node: Node, allowed: str) -> str:
     if isinstance(node.value, bool | int | float) and "text" in allowed:
         return f'Put quotes around the value of `{name}`: "{shortened(node.text)}".'
+    if isinstance(node.value, str) and any("\ud800" <= character <= "\udfff" for character in node.value):
+        return f"Remove the half of a character (a surrogate) from `{name}`."
     if isinstance(node.value, str) and "list of mappings" in allowed:
         return f"Write `{name}: [{{path: {node.value}}}]`."
+    if isinstance(node.value, dict) and "list of mappings" in allowed:
+        return f"Write a list, with each mapping as one item: `{name}: [{{path: ...}}]`."
     if isinstance(node.value, str) and "`true`" in allowed:
         return f"Set `{name}` to `true` or `false`, without quotes; `yes`, `no`, `on`, `off` are text in YAML 1.2."
     if isinstance(node.value, str) and "number" in allowed:

@@ -1,9 +1,15 @@
-"""The frame of a self-contained page: head with the style inside, sections, cards. No scripts, no network."""
+"""The frame of a self-contained page: head with the style inside, sections, cards. No scripts, no network.
+
+Characters that cannot be seen are spelled out as on the terminal (`console.visible`), so that text of the data cannot
+turn the order in which a page is read.
+"""
 
 from __future__ import annotations
 
 from html import escape
 from importlib.resources import files
+
+from finetune.console import visible
 
 PAGE_START = b'<!doctype html>\n<html lang="en">'
 """How every page begins, by which one is known again."""
@@ -20,8 +26,9 @@ def render_page(title: str, body: str, *, footer: str, style: str = "") -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)} - finetune</title>\n<style>\n{common}{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n<footer>Made by finetune. {escape(footer)}</footer>\n</main>\n</body>\n</html>\n"
+        f"<title>{visible(escape(title))} - finetune</title>\n<style>\n{common}{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{visible(body)}\n<footer>Made by finetune. {escape(footer)}</footer>\n</main>\n"
+        "</body>\n</html>\n"
     )
 
 

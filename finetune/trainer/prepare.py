@@ -18,6 +18,7 @@ from finetune.errors import RecipeError
 from finetune.model.adapter import AdapterTargets, add_adapter, choose_targets
 from finetune.model.config import ModelPlan, plan_model
 from finetune.model.load import choose_pad_token, vocabulary_rows
+from finetune.model.positions import position_limit
 from finetune.model.tokenizer import load_tokenizer
 from finetune.model.trainable import TrainableTable, trainable_table
 from finetune.recipe.schema import DataSection, LoraAdapter, Recipe
@@ -139,15 +140,17 @@ def _usable(
     """Leaves out prompts that fill a row, of which training too sees no answer."""
     usable = [reference for reference in references if len(reference.prompt_ids) < max_length]
     if len(usable) < len(references):
-        say(f"{len(references) - len(usable)} held-out prompts are longer than data.max_length and are not answered")
+        count = len(references) - len(usable)
+        what = "prompt is" if count == 1 else "prompts are"
+        say(f"{count:,} held-out {what} longer than data.max_length and will not be answered")
     return usable
 
 
 def _require_positions(data: DataSection, plan: ModelPlan) -> None:
-    limit = getattr(plan.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(limit, int) and data.max_length > limit:
+    limit = position_limit(plan.config)
+    if limit is not None and data.max_length > limit:
         raise RecipeError(
-            f"data.max_length is {data.max_length}, but the model has positions up to {limit} only",
+            f"data.max_length is {data.max_length:,}, but the model has positions up to {limit:,} only",
             place="data.max_length",
             remedy=f"Set data.max_length to at most {limit}.",
         )

@@ -16,7 +16,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune.console import Console
+from finetune.console import Console, plural
 from finetune.errors import FinetuneError, GateStopped, Interrupted
 from finetune.model.quantize import unquantized_bytes
 from finetune.recipe.schema import Recipe
@@ -49,11 +49,11 @@ def show_plan(console: Console, prepared: Prepared) -> None:
         f"rows    {len(train):,} of {train.max_length:,} tokens: {train.num_tokens:,} real, {train.fill:.2%} filled, "
         f"{train.num_pad_tokens:,} padding"
         if prepared.is_packed
-        else f"rows    {len(train):,}, one sample each: {train.num_tokens:,} real tokens"
+        else f"rows    {len(train):,}, one sample each: {plural(train.num_tokens, 'real token')}"
     )
     console.line(
-        f"steps   {steps.total_steps:,} of {_plural(steps.rows_per_step, 'row')} "
-        f"({_plural(steps.micro_batches_per_step, 'micro-batch')} of {steps.rows_per_micro_batch}), "
+        f"steps   {steps.total_steps:,} of {plural(steps.rows_per_step, 'row')} "
+        f"({plural(steps.micro_batches_per_step, 'micro-batch')} of {steps.rows_per_micro_batch}), "
         f"{steps.warmup_steps} of them warm-up"
     )
     console.line(
@@ -62,8 +62,8 @@ def show_plan(console: Console, prepared: Prepared) -> None:
     )
     if steps.total_steps < FEW_STEPS:
         console.warning(
-            f"only {_plural(steps.total_steps, 'step')}, too few to learn much: the data make {len(train):,} rows. "
-            "Lower training.rows_per_step or raise training.epochs."
+            f"only {plural(steps.total_steps, 'step')}, too few to learn much: the data make "
+            f"{plural(len(train), 'row')}. Lower training.rows_per_step or raise training.epochs."
         )
     if model.section.quantization == "nf4" and (left := unquantized_bytes(model.skeleton)):
         console.warning(
@@ -85,7 +85,7 @@ def show_start(console: Console, prepared: Prepared, checkpoint: Path | None) ->
     """Prints that training begins, or where it goes on."""
     what = "an adapter" if prepared.targets is not None else "all weights"
     how = f"continuing from {checkpoint.name}" if checkpoint else "training from the first step"
-    console.line(f"{how}: {what}, {prepared.steps.total_steps:,} steps")
+    console.line(f"{how}: {what}, {plural(prepared.steps.total_steps, 'step')}")
 
 
 def save_result(
@@ -180,7 +180,9 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
         console.line(f"held-out loss {summary['eval_loss_before']:.4f} -> {summary['eval_loss_after']:.4f}")
     for name, score in report["scores"].items():
         before = "not measured" if score["before"] is None else f"{score['before']:.1%}"
-        console.line(f"{name} on {score['rows']} held-out samples: {before} -> {score['after']:.1%}", style="bold")
+        console.line(
+            f"{name} on {plural(score['rows'], 'held-out sample')}: {before} -> {score['after']:.1%}", style="bold"
+        )
     for sample in report["samples"]:
         console.line()
         console.line(f"prompt    {_one_line(sample['prompt'])}")
@@ -202,10 +204,6 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
 
 def _read_environment(run: RunFolder) -> dict[str, Any]:
     return yaml.safe_load(run.environment_path.read_text(encoding="utf-8"))
-
-
-def _plural(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('ch') else 's'}"
 
 
 def _count(number: int) -> str:

@@ -342,7 +342,7 @@ def test_arrow_stream_cut_between_two_batches(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-8])
     error = failure(path)
     assert "no end mark" in error.message
-    assert error.place == f"{path}:{len(LINES) + 1}"
+    assert error.place == f"{path} (record {len(LINES) + 1})"
 
 
 @pytest.mark.parametrize(

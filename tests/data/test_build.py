@@ -121,9 +121,9 @@ def test_over_length_truncate_drops_what_has_no_label_left(chatml: Any, write_js
     assert (ledger.records_truncated, ledger.tokens_truncated) == (1, len(full[0]) - 64)
     assert [(group.reason, group.tokens) for group in ledger.dropped] == [("no_label_after_truncation", len(full[1]))]
     assert ledger.tokens_in == full.num_tokens
-    assert any("truncated 1 records" in line for line in ledger.summary_lines())
+    assert any("truncated 1 record, " in line for line in ledger.summary_lines())
     warned = [check for check in dataset.gate.checks if check.name == "cut answers"]
-    assert [(check.status, check.detail[:9]) for check in warned] == [("warning", "1 samples")]
+    assert [(check.status, check.detail[:14]) for check in warned] == [("warning", "1 sample was c")]
 
 
 @pytest.mark.parametrize("num_tokens", [8, 9, 16, 17, 23])
@@ -151,11 +151,22 @@ def test_nothing_left_is_an_error(chatml: Any, write_jsonl: Callable) -> None:
     error = failure(chatml, write_jsonl([LONG_ANSWER]), max_length=64, over_length="drop")
     assert "no sample is left" in error.message
     assert "dropped 1 (over_length)" in error.message
+    assert error.remedy == "Raise `data.max_length`: the records are longer."
+
+
+def test_nothing_left_of_malformed_records_has_a_remedy_for_them(chatml: Any, write_jsonl: Callable) -> None:
+    """The remedy was to raise `data.max_length`, whatever had been dropped."""
+    error = failure(chatml, write_jsonl([{"instruction": "q", "output": ""}]), malformed="drop")
+    assert "no sample is left" in error.message
+    assert "max_length" not in error.remedy and "`data.malformed`" in error.remedy
 
 
 @pytest.mark.parametrize("cache", [True, False])
 def test_missing_file(chatml: Any, tmp_path: Path, cache: bool) -> None:
-    assert "does not exist" in failure(chatml, tmp_path / "none.jsonl", cache=cache).message
+    error = failure(chatml, tmp_path / "none.jsonl", cache=cache)
+    assert "does not exist" in error.message
+    assert "relative to the recipe that names it" in error.remedy
+    assert "on the command line to the current folder" in error.remedy
 
 
 def test_eval_files_and_references(chatml: Any, write_jsonl: Callable) -> None:
@@ -264,8 +275,8 @@ def test_ledger_counts_add_up_and_survive_json() -> None:
     assert (ledger.tokens_in, ledger.tokens_kept, ledger.tokens_dropped, ledger.tokens_truncated) == (32, 16, 14, 2)
     assert ledger.tokens_supervised == 5 + 3 + 4
     assert len(ledger.dropped[0].first_origins) == 5
-    assert any("split 1 records into 2 samples" in line for line in ledger.summary_lines())
-    assert "  note: keys not used: x: 1 records: a.jsonl:1" in ledger.summary_lines()
+    assert any("split 1 record into 2 samples" in line for line in ledger.summary_lines())
+    assert "  note: keys not used: x: 1 record: a.jsonl:1" in ledger.summary_lines()
     assert "  note: left out: 4 turns in 2 records: a.jsonl:1, a.jsonl:2" in ledger.summary_lines()
     assert Ledger.from_dict(ledger.as_dict()) == ledger
     values = ledger.as_dict()

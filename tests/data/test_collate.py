@@ -16,6 +16,7 @@ def row(number: int, *lengths: int) -> RowTokens:
 
 
 def test_the_docstrings_example() -> None:
+    """P31: the first label of each document of a row is ignored, so none is learned from the document before it."""
     batch = RowCollator(row_length=8, pad_token_id=0)([row(5, 3, 2)])
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 0, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]

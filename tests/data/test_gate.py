@@ -120,7 +120,7 @@ def test_parts_that_choose(
     dataset = build(chatml, write_jsonl([parts_record(weights, key)]), turns=turns)
     assert learned_texts(dataset.train[0], chatml) == learned
     check = next(check for check in dataset.gate.checks if check.name == "end of turn")
-    assert check.detail == f"learned in {ends} of 1 records"
+    assert check.detail == f"learned in {ends} of 1 record"
 
 
 def test_parts_that_choose_excuse_no_other_turn(chatml: Any) -> None:

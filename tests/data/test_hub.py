@@ -133,7 +133,7 @@ def test_download_then_hit_then_another_commit(machine: Machine, hub: HubServer)
     assert first["samples"] == len(ROWS)
     assert "null" not in first["first"]
     assert '{"key1": 1}' in first["first"]
-    assert first["origin"] == f"org/set[train]:{len(ROWS)}"
+    assert first["origin"] == f"org/set[train] (record {len(ROWS)})"
     assert any("downloaded once" in line for line in first["said"])
     assert "the cache is empty" in first["cache"]
     second = machine.start()
@@ -290,5 +290,5 @@ def test_broken_file_names_the_row(machine: Machine, hub: HubServer) -> None:
     hub.publish("org/set", {**files, "data/train-2.jsonl": b'{"messages": [{"role"\n'})
     failed = machine.start(streaming=True)
     assert failed["error"] == "DataError"
-    assert failed["place"] == "org/set[train]:21"
+    assert failed["place"] == "org/set[train] (record 21)"
     assert "after row 20" in failed["message"]

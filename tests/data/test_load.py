@@ -46,8 +46,8 @@ def test_csv_keeps_line_breaks_quotes_and_long_fields(tmp_path: Path) -> None:
     long = "x" * 200_000
     path.write_text(f'instruction,output\n"a\nb","say ""hi"", ok"\n\nq,{long}\n', encoding="utf-8", newline="")
     assert read(path) == [
-        (1, {"instruction": "a\nb", "output": 'say "hi", ok'}),
-        (2, {"instruction": "q", "output": long}),
+        (2, {"instruction": "a\nb", "output": 'say "hi", ok'}),
+        (5, {"instruction": "q", "output": long}),
     ]
 
 
@@ -83,7 +83,8 @@ def test_txt_is_one_document(tmp_path: Path) -> None:
 def test_byte_order_mark_is_accepted(tmp_path: Path, name: str, body: str) -> None:
     path = tmp_path / name
     path.write_bytes(b"\xef\xbb\xbf" + body.encode())
-    assert read(path) == [(1, "x" if name.endswith("txt") else {"text": "x"})]
+    line = 2 if name == "a.csv" else 1
+    assert read(path) == [(line, "x" if name.endswith("txt") else {"text": "x"})]
 
 
 def test_max_rows_stops_before_what_follows(tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def test_broken_parquet(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1 this is no table PAR1")
     error = failure(path)
     assert "row 1" in error.message
-    assert error.place == f"{path}:1"
+    assert error.place == f"{path} (record 1)"
 
 
 def test_long_values_are_shortened(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from finetune.data.build import Dataset, build_dataset
+from finetune.data.types import Origin
 from finetune.errors import DataError, FinetuneError
 from finetune.recipe.schema import DataSection
 
@@ -138,5 +139,55 @@ def test_bad_row_of_a_file_whose_records_take_several_lines(chatml: Any, tmp_pat
     csv = 'instruction,output\n"two\nlines",a\nq, \n'
     path.write_text(csv if suffix == ".csv" else json.dumps(records, indent=1), encoding="utf-8")
     error = failure(chatml, path)
-    assert error.place == f"{path}:{4 if suffix == '.csv' else 6} (record 2)"
+    assert error.place == f"{path}:{'4' if suffix == '.csv' else '6 (record 2)'}"
     assert "output is empty" in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("a.csv", [":2", ":4", ":6"]),
+        ("a.tsv", [":2", ":4", ":6"]),
+        ("a.jsonl", [":2", ":3", ":5"]),
+        ("a.json", [" (record 1)", " (record 2)", " (record 3)"]),
+        ("a.parquet", [" (record 1)", " (record 2)", " (record 3)"]),
+    ],
+)
+def test_samples_know_the_line_of_their_record(chatml: Any, tmp_path: Path, name: str, places: list[str]) -> None:
+    """After tokenizing, `a.csv:2` was the second record, wherever it stood."""
+    path, mark = tmp_path / name, "\t" if name == "a.tsv" else ","
+    records = [{"instruction": "two\nlines", "output": "a"}, {"instruction": "q\nr", "output": "b"}]
+    records.append({"instruction": "x", "output": "c"})
+    rows = [[f'"{value}"' for value in record.values()] for record in records]
+    lines = [json.dumps(record) for record in records]
+    texts = {
+        "a.csv": "\n".join(mark.join(row) for row in [["instruction", "output"], *rows]),
+        "a.tsv": "\n".join(mark.join(row) for row in [["instruction", "output"], *rows]),
+        "a.jsonl": "\n".join(["", lines[0], lines[1], "", lines[2]]),
+        "a.json": json.dumps(records),
+    }
+    if name in texts:
+        path.write_text(texts[name], encoding="utf-8")
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(records), path)
+    dataset, _ = build(chatml, {"path": str(path)}, cache=False)
+    found = [str(dataset.train.origin(index)) for index in range(3)]
+    assert found == [f"{path}{place}" for place in places]
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("a.csv.gz", "a.csv.gz:7"),
+        ("A.JSONL", "A.JSONL:7"),
+        ("a.jsonl.zst", "a.jsonl.zst:7"),
+        ("a.json.gz", "a.json.gz (record 7)"),
+        ("org/name[train]", "org/name[train] (record 7)"),
+        ("org/name.csv[train]", "org/name.csv[train] (record 7)"),
+    ],
+)
+def test_places_say_whether_they_are_lines(path: str, shown: str) -> None:
+    assert str(Origin(path, 7)) == shown

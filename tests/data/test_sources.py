@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def test_folder_gives_all_data_files_sorted_and_names_the_others(folder: Path) -> None:
     records, said = read(folder)
     assert records == [{"text": "a"}, {"text": "b"}, {"text": "c"}]
-    assert said == [f"{folder}: 1 files that are no data files left alone: README.md"]
+    assert said == [f"{folder}: 1 file that is no data file left alone: README.md"]
     assert source_files(source_of(folder)) == [str(folder / name) for name in ("a.jsonl", "b.jsonl", "below/c.jsonl")]
     assert hashed_files(source_of(folder)) == source_files(source_of(folder))
 
@@ -127,7 +127,7 @@ def test_missing_column_suggests_the_nearest(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("question,answer\nq,a\n", encoding="utf-8")
     error = failure(path, columns={"instruction": "qestion", "output": "answer"})
-    assert error.place == f"{path}:2 (record 1)"
+    assert error.place == f"{path}:2"
     assert "`columns.instruction` is 'qestion'" in error.message
     assert error.remedy == "Did you mean question?"
 
@@ -139,7 +139,7 @@ def test_optional_column_may_be_absent_from_some_records_but_not_from_all(tmp_pa
     records, _ = read(path, columns={"instruction": "q", "system": "sys"})
     assert records[1] == {"instruction": "2", "output": "b", "system": "S"}
     error = failure(path, columns={"instruction": "q", "system": "syss"})
-    assert "no record of the source has" in error.message
+    assert "all records of the source lack" in error.message
     assert error.place == str(path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from recipe_files import MINIMAL, Write
+from recipe_files import MINIMAL, Write, failure
 
 from finetune.recipe.load import load_recipe
 from finetune.recipe.paths import is_hub_dataset
@@ -84,3 +84,29 @@ def test_fields_of_a_hub_dataset(write: Write) -> None:
     recipe = load_recipe(write(MINIMAL.replace("a.jsonl", "org/name, name: main, split: test, revision: v1")))
     source = recipe.data.train[0]
     assert (source.name, source.split, source.revision) == ("main", "test", "v1")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a/" * 3000 + "b", "\0"])
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.path={}", "model.path"),
+        ("model.chat_template={}", "model.chat_template"),
+        ("data.train=[{{path: {}}}]", "data.train.0.path"),
+        ("data.eval=[{{path: {}}}]", "data.eval.0.path"),
+        ("evaluation.metrics=[{}]", "evaluation.metrics.0"),
+        ("output.dir={}", "output.dir"),
+    ],
+)
+def test_names_that_no_file_can_have(write: Write, override: str, key: str, name: str) -> None:
+    """Some ended in a traceback of the file system's, others far from the recipe."""
+    value = '"a\\0b"' if name == "\0" else name
+    error = failure(write(MINIMAL), override.format(value))
+    assert f"`{key}` must be a name that a file can have" in error.message
+    assert key in error.remedy
+
+
+@pytest.mark.parametrize("key", ["model.path", "model.chat_template", "data.train.0.path", "output.dir"])
+def test_half_of_a_character_in_a_name(write: Write, key: str) -> None:
+    error = failure(write(MINIMAL), f'{key}="\\ud800"')
+    assert f"`{key}`" in error.message and "half of a character" in f"{error.message} {error.remedy}"

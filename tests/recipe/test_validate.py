@@ -113,3 +113,26 @@ def test_a_key_named_like_a_union_member_hides_nothing(write: Write) -> None:
 
 def test_long_values_are_shortened_in_messages(write: Write) -> None:
     assert len(failure(write(MINIMAL + f"training: {{seed: {'x' * 10_000}}}")).message) < 300
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "-" + "9" * 5000, "0x" + "f" * 5000, "0o" + "7" * 9000])
+@pytest.mark.parametrize("key", ["training.max_steps", "training.learning_rate", "data.max_length", "training.seed"])
+def test_numbers_of_thousands_of_digits(write: Write, key: str, digits: str) -> None:
+    """Python refuses to read or print them, in a file as on the command line."""
+    error = failure(write(MINIMAL), f"{key}={digits}")
+    assert f"`{key}` must be a" in error.message
+    assert len(error.message) < 500 and len(error.place) < 250
+
+
+def test_an_item_of_thousands_of_digits(write: Write) -> None:
+    error = failure(write(MINIMAL), f"data.train.{'9' * 5000}.path=x")
+    assert "is no item of the list `data.train`" in error.message
+
+
+@pytest.mark.parametrize(("key", "value"), [("data.eval", "{path: x}"), ("data.train", "{path: x, weight: 2}")])
+def test_a_mapping_where_a_list_is_meant(write: Write, key: str, value: str) -> None:
+    """It was told that `fraction` is missing, and that `path` is unknown."""
+    error = failure(write(MINIMAL), f"{key}={value}")
+    assert f"`{key}` must be a list of mappings" in error.message
+    assert "fraction` is missing" not in error.message and "unknown key" not in error.message
+    assert f"`{key}: [{{path: ...}}]`" in error.remedy

@@ -20,12 +20,14 @@ def model_of(kind: str, attention: str, dtype: torch.dtype = torch.float32) -> t
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
 def test_stock_attention_keeps_documents_apart(kind: str, attention: str, dtype: torch.dtype) -> None:
+    """P30: no hidden state of a packed document changes with its neighbour, for each attention and format."""
     model = model_of(kind, attention, dtype).train()
     assert check_documents_are_separate(model, num_rows=260).ok
     assert model.training
 
 
 def test_gpt_oss_mixes_documents_and_is_caught() -> None:
+    """P30: an architecture that builds its mask without the positions is stopped."""
     with pytest.raises(GateStopped, match="see each other"):
         check_documents_are_separate(model_of("gpt_oss", "eager"), num_rows=260)
 
@@ -40,6 +42,7 @@ def test_a_broken_weight_is_named() -> None:
 
 
 def test_a_model_that_ignores_positions_is_caught() -> None:
+    """P30: so is a model that loses the positions on the way."""
     model = model_of("qwen3", "sdpa")
     forward = model.model.forward
     model.model.forward = lambda *args, **kwargs: forward(*args, **(kwargs | {"position_ids": None}))

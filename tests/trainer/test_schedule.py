@@ -30,6 +30,7 @@ from finetune.trainer.schedule import learning_rate_factor, plan_steps
     ],
 )
 def test_steps(num_rows: int, values: dict, steps: int, warmup: int) -> None:
+    """P33: steps and warm-up are counted from the packed rows."""
     plan = plan_steps(TrainingSection(rows_per_step=8, **values), num_rows=num_rows)
     assert (plan.total_steps, plan.warmup_steps) == (steps, warmup)
 
@@ -37,7 +38,7 @@ def test_steps(num_rows: int, values: dict, steps: int, warmup: int) -> None:
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize(("total", "fraction"), [(1, 0.03), (20, 0.2), (20, 0.0), (7, 0.99)])
 def test_every_step_has_a_rate(schedule: str, total: int, fraction: float) -> None:
-    """transformers' schedules give the first step of a warm-up no rate: a run of one step trained nothing."""
+    """P33: transformers' schedules give the first step of a warm-up no rate: a run of one step trained nothing."""
     training = TrainingSection(rows_per_step=1, max_steps=total, epochs=total, warmup_fraction=fraction)
     plan = plan_steps(training, num_rows=1)
     rates = [learning_rate_factor(step, schedule=schedule, plan=plan) for step in range(total)]

@@ -13,7 +13,8 @@ from reference_loop import train_plainly
 from runs import build, build_model, grad_norms, losses, windows
 from tiny import make_chat_file, make_model_folder, make_recipe
 
-from finetune.errors import GateStopped
+from finetune.errors import GateStopped, RecipeError
+from finetune.trainer.schedule import learning_rate_factor
 
 FULL = {"type": "none"}
 
@@ -69,7 +70,7 @@ def test_micro_batches_do_not_change_the_step(folder: Path, tmp_path: Path) -> N
 
 
 def test_packed_loss_and_gradients_equal_unpacked(folder: Path, tmp_path: Path) -> None:
-    """All samples in one step: packing changes the rows, not the sum over supervised tokens."""
+    """P30: all samples in one step: packing changes the rows, not the sum over supervised tokens."""
     results = []
     for packing in (True, False):
         made = recipe(folder, tmp_path / str(packing), data={"packing": packing}, adapter=FULL)
@@ -127,13 +128,33 @@ def test_real_tokens_are_counted(folder: Path, tmp_path: Path) -> None:
     assert record["slots"] == len(prepared.train_rows) * 128
 
 
-def test_planned_steps_are_the_executed_ones(folder: Path, tmp_path: Path) -> None:
-    made = recipe(folder, tmp_path / "run", data={"packing": False}, training={"epochs": 1.5})
+@pytest.mark.parametrize("packing", [False, True])
+def test_planned_steps_are_the_executed_ones(folder: Path, tmp_path: Path, packing: bool) -> None:
+    """P33: steps follow the rows that packing leaves, and the learning rate ends where the schedule does."""
+    made = recipe(folder, tmp_path / "run", data={"packing": packing}, training={"epochs": 1.5})
     made["training"]["max_steps"] = None
     trainer, prepared = build(made)
     trainer.train()
-    assert trainer.state.global_step == prepared.steps.total_steps == 17
-    assert len(losses(trainer)) == 17
+    num_rows, steps = len(prepared.train_rows), prepared.steps.total_steps
+    assert num_rows == 43 if not packing else num_rows < 43
+    assert trainer.state.global_step == steps == len(losses(trainer))
+    assert steps == 17 if not packing else steps < 17
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    factor = learning_rate_factor(steps - 1, schedule=made["training"].get("schedule", "cosine"), plan=prepared.steps)
+    peak = made["training"].get("learning_rate", 2e-4)
+    assert rates[-1] == pytest.approx(peak * factor)
+    assert rates[-1] < peak / 2
+
+
+def test_packing_is_on_or_refused(folder: Path, tmp_path: Path) -> None:
+    """P29: packing that is asked for is never turned off in silence, and no row is cut to fit."""
+    _, prepared = build(recipe(folder, tmp_path / "run"))
+    plan = prepared.train_rows.plan
+    assert prepared.is_packed and len(plan) < len(plan.sample_indices) == 43
+    assert plan.num_tokens == prepared.dataset.ledger.tokens_in
+    with pytest.raises(RecipeError, match=r"data\.packing") as caught:
+        build(recipe(folder, tmp_path / "other", "gpt_oss", data={"packing": True}))
+    assert "data.packing=false" in caught.value.remedy
 
 
 def test_adapters_over_a_quantized_base_stay_fp32(folder: Path, tmp_path: Path) -> None:

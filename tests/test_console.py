@@ -1,0 +1,54 @@
+"""What the console writes of text that it did not choose: nothing that steers a terminal or turns a line around."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+
+from finetune.console import Console, plural, visible
+from finetune.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31m", "\\x1b[31m"),
+        ("a\u202eb\u2066c\u200f", "a\\u202eb\\u2066c\\u200f"),
+        ("\x85\x00\x7f\r", "\\x85\\x00\\x7f\\r"),
+        ("tab\tand\nline", "tab\tand\nline"),
+        ("\u6f22 \u05d0 \u00e9 \U0001f469\u200d\U0001f680", "\u6f22 \u05d0 \u00e9 \U0001f469\u200d\U0001f680"),
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_characters_that_cannot_be_seen_are_spelled_out(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+def test_every_control_and_direction_mark_is_covered() -> None:
+    """By the properties of Unicode itself: category Cc, and the marks that turn directions."""
+    turning = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    for number in range(0x3000):
+        character = chr(number)
+        if character in "\t\n":
+            continue
+        is_control = unicodedata.category(character) == "Cc"
+        if is_control or unicodedata.bidirectional(character) in turning or number in (0x200E, 0x200F, 0x061C):
+            assert visible(character) == ascii(character)[1:-1], hex(number)
+
+
+def test_errors_spell_out_what_they_quote(capsys: pytest.CaptureFixture[str]) -> None:
+    Console().error(DataError("found \u202etxt\x1b[2J", place="a\u2066.jsonl:1", remedy="Rename \x07."))
+    shown = capsys.readouterr().err
+    assert shown == "error: a\\u2066.jsonl:1: found \\u202etxt\\x1b[2J\nremedy: Rename \\x07.\n"
+
+
+def test_each_remedy_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Console().error(DataError("two things", remedy="Do this.\nOr that."))
+    assert capsys.readouterr().err == "error: two things\nremedy:\n  - Do this.\n  - Or that.\n"
+
+
+def test_plural() -> None:
+    assert plural(1, "row") == "1 row"
+    assert [plural(count, "sample") for count in (0, 1, 1234)] == ["0 samples", "1 sample", "1,234 samples"]
+    assert plural(2, "micro-batch") == "2 micro-batches"

@@ -7,7 +7,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import PurePath
 
-from finetune.preview.model import Bin, Document, Preview, Row
+from finetune.preview.model import Bin, Document, Preview, Row, Stretch
 from finetune.run.fragments import render_pairs
 from finetune.run.page import render_card, render_cards, render_page, render_section
 
@@ -53,7 +53,10 @@ def _head(preview: Preview, title: str) -> str:
 def _rows(preview: Preview) -> str:
     if not preview.rows:
         return '<p class="soft">None was asked for.</p>'
-    legend = '<p class="soft legend-line"><mark>Marked text</mark> is learned; the rest is context.</p>'
+    weights = ""
+    if any(document.has_weights for row in preview.rows for document in row.documents):
+        weights = ' <mark class="weighted">Text with a number<sub>0.5</sub></mark> has this weight in the loss, not 1.'
+    legend = f'<p class="soft legend-line"><mark>Marked text</mark> is learned; the rest is context.{weights}</p>'
     return legend + "".join(_row(row, preview) for row in preview.rows)
 
 
@@ -71,14 +74,20 @@ def _row(row: Row, preview: Preview) -> str:
 
 
 def _document(document: Document) -> str:
-    text = "".join(
-        f"<mark>{escape(stretch.text)}</mark>" if stretch.is_learned else f"<span>{escape(stretch.text)}</span>"
-        for stretch in document.stretches
-    )
+    text = "".join(map(_stretch, document.stretches))
     return (
         f"<h4>{escape(document.source)}: {len(document.tokens):,} tokens, {document.num_learned:,} learned</h4>"
         f'<pre class="document" tabindex="0">{text}</pre>'
     )
+
+
+def _stretch(stretch: Stretch) -> str:
+    if not stretch.is_learned:
+        return f"<span>{escape(stretch.text)}</span>"
+    if stretch.weight == 1.0:
+        return f"<mark>{escape(stretch.text)}</mark>"
+    shown = f"{stretch.weight:g}"
+    return f'<mark class="weighted" title="weight {shown}">{escape(stretch.text)}<sub>{shown}</sub></mark>'
 
 
 def _bars(bins: list[Bin]) -> str:

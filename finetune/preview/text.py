@@ -8,6 +8,7 @@ from finetune.preview.model import Bin, Document, Preview, Row
 LEARNED_STYLE = "bold green"
 CONTEXT_STYLE = "dim"
 MARKS = ("[[", "]]")
+WEIGHT_STYLE = "yellow"
 _BAR_WIDTH = 40
 _DOCUMENTS_SHOWN = 5
 
@@ -16,7 +17,9 @@ def show_preview(console: Console, preview: Preview) -> None:
     """Prints rows, lengths, packing, ledger and gate."""
     legend = "bold green is learned" if console.has_color else f"{MARKS[0]}...{MARKS[1]} is learned"
     if preview.rows:
-        console.line(f"rows as the model sees them; {legend}, the rest is context")
+        has_weights = any(document.has_weights for row in preview.rows for document in row.documents)
+        weights = ", (x0.5) after it is its weight in the loss" if has_weights else ""
+        console.line(f"rows as the model sees them; {legend}{weights}, the rest is context")
     for row in preview.rows:
         _show_row(console, row, preview.packing.rows, preview.packing.max_length)
     console.line()
@@ -81,7 +84,12 @@ def _show_row(console: Console, row: Row, num_rows: int, max_length: int) -> Non
 
 def _spans(document: Document, *, has_color: bool) -> list[tuple[str, str]]:
     before, after = ("", "") if has_color else MARKS
-    return [
-        (f"{before}{stretch.text}{after}", LEARNED_STYLE) if stretch.is_learned else (stretch.text, CONTEXT_STYLE)
-        for stretch in document.stretches
-    ]
+    spans: list[tuple[str, str]] = []
+    for stretch in document.stretches:
+        if not stretch.is_learned:
+            spans.append((stretch.text, CONTEXT_STYLE))
+            continue
+        spans.append((f"{before}{stretch.text}{after}", LEARNED_STYLE))
+        if stretch.weight != 1.0:
+            spans.append((f"(x{stretch.weight:g})", WEIGHT_STYLE))
+    return spans

@@ -1,6 +1,7 @@
 """A plain training loop without TRL, PEFT's trainer or transformers' trainer: the reference for losses and gradients.
 
-It builds full logits, loops over micro-batches, divides by the supervised tokens of the window, clips, steps AdamW.
+It builds full logits, loops over micro-batches, divides by the supervised tokens of the window (or the sum of their
+weights), clips, steps AdamW.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def train_plainly(
     warmup: int = 0,
     max_grad_norm: float = 1.0,
 ) -> Trace:
-    """Trains on windows of micro-batches (`input_ids`, `labels`, `position_ids`, each `[R, L]`)."""
+    """Trains on windows of micro-batches: `input_ids`, `labels`, `position_ids`, maybe `loss_weights`; all `[R, L]`."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
     trace = Trace([], [])
@@ -46,14 +47,14 @@ def train_plainly(
     for step, window in enumerate(windows[:total_steps]):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * cosine_with_warmup(step, total=total_steps, warmup=warmup)
-        num_supervised = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
+        divisor = sum(float(_weights(batch).sum()) for batch in window)
         step_loss = 0.0
         for batch in window:
             logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-            loss = nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten(), reduction="sum"
+            losses = nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten(), reduction="none"
             )
-            loss = loss / num_supervised
+            loss = (_weights(batch).flatten() * losses).sum() / divisor
             loss.backward()
             step_loss += loss.item()
         norm = nn.utils.clip_grad_norm_(trained, max_grad_norm)
@@ -62,3 +63,9 @@ def train_plainly(
         trace.losses.append(step_loss)
         trace.grad_norms.append(float(norm))
     return trace
+
+
+def _weights(batch: dict) -> torch.Tensor:
+    """The weight of each label from the second of a row on, 0 where nothing is learned."""
+    is_learned = (batch["labels"][:, 1:] != -100).float()
+    return is_learned * batch["loss_weights"][:, 1:] if "loss_weights" in batch else is_learned

@@ -265,3 +265,30 @@ def test_a_hit_of_the_cache_says_the_format_too(
         shown = capsys.readouterr().out
         assert f"Token cache: {what}" in shown
         assert f"{tmp_path / 'data.jsonl'}: recognised as messages" in shown
+
+
+def test_weights_are_shown(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A weight other than 1 stands after its text, on the terminal, the page and in the object; the ledger counts."""
+    data, page = recipe.parent / "data.jsonl", recipe.parent / "page.html"
+    parts = [{"type": "text", "text": "lo", "weight": 0.1}, {"type": "text", "text": "hi"}]
+    record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": parts}]}
+    plain = {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]}
+    data.write_text("".join(json.dumps(each) + "\n" for each in (record, plain)), encoding="utf-8")
+    assert main(["preview", str(recipe), "--html", str(page)]) == 0
+    shown = capsys.readouterr().out
+    assert "[[lo]](x0.1)[[hi<|im_end|>]]" in shown and "weight in the loss" in shown
+    assert "2 of them with a weight other than 1" in shown
+    assert "gate    ok: loss weights: 2 of 7 learned tokens have a weight other than 1" in shown
+    assert '<mark class="weighted" title="weight 0.1">lo<sub>0.1</sub></mark><mark>hi' in page.read_text("utf-8")
+    result = run_json(capsys, str(recipe))
+    stretches = [each for row in result["rows"] for document in row["documents"] for each in document["stretches"]]
+    assert {(each["text"], each["weight"]) for each in stretches if each["is_learned"]} == {
+        ("lo", 0.1),
+        ("hi<|im_end|>", 1.0),
+        ("a<|im_end|>", 1.0),
+    }
+    assert result["ledger"]["tokens_weighted"] == 2
+    data.write_text(json.dumps(plain) + "\n", encoding="utf-8")
+    assert main(["preview", str(recipe)]) == 0
+    shown = capsys.readouterr().out
+    assert "[[a<|im_end|>]]" in shown and "weight in the loss" not in shown and "loss weights" not in shown

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from finetune.data.load import shorten
+from finetune.data.loss_weights import weights_beside
 from finetune.data.notes import LeftOut
 from finetune.data.spans import AnswerSpan, TurnFinder, TurnSpan
 from finetune.data.template import ChatTemplate, prints_today, texts_in, turns_of
@@ -38,6 +39,7 @@ from finetune.data.types import IGNORE_INDEX, Conversation, Message, PromptRefer
 from finetune.errors import DataError, EnvironmentProblem
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["LossOn", "Renderer", "Turns", "prints_today"]
@@ -167,8 +169,8 @@ class Renderer:
         _require_choices(conversation, loss_on)
         choices = _choices(conversation, loss_on)
         learned = _learned_turns(conversation, loss_on)
-        # Of `all` only the turns that the record takes out have to be known.
-        needed = learned if loss_on != "all" else [index for index in choices if _takes_out(conversation, index)]
+        # Of `all` only the turns that the record takes out or weighs have to be known.
+        needed = learned if loss_on != "all" else [index for index in choices if _stands_out(conversation, index)]
         text, turns = self._find_turns(conversation, needed=needed)
         spans: list[AnswerSpan] = []
         for index, turn in turns.items():
@@ -199,7 +201,7 @@ class Renderer:
             tokens = slice(span.first_token, span.last_token)
             labels[tokens] = input_ids[tokens] if span.is_learned else IGNORE_INDEX
         labels[:1] = IGNORE_INDEX
-        return Sample(input_ids, labels, conversation.origin)
+        return Sample(input_ids, labels, conversation.origin, _loss_weights(labels, spans))
 
     def _find_turns(self, conversation: Conversation, *, needed: Collection[int]) -> tuple[str, dict[int, TurnSpan]]:
         """Returns the rendered text and the assistant's turns in it, in order, by message.
@@ -262,28 +264,40 @@ def _learned_turns(conversation: Conversation, loss_on: LossOn) -> list[int]:
     ]
 
 
-def _takes_out(conversation: Conversation, index: int) -> bool:
+def _stands_out(conversation: Conversation, index: int) -> bool:
+    """Tells whether a message, or a part of it, is not learned or has a weight other than 1."""
     message = conversation.messages[index]
-    return message.is_learned is False or any(part.is_learned is False for part in message.parts)
+    return any(each.is_learned is False or each.weight != 1.0 for each in (message, *message.parts))
+
+
+def _loss_weights(labels: NDArray[np.int32], spans: list[AnswerSpan]) -> NDArray[np.float32] | None:
+    """Returns the weights of a sample's tokens [L], 1 outside the spans; None where each is 1."""
+    if all(span.weight == 1.0 for span in spans):
+        return None
+    weights = np.ones(len(labels), dtype=np.float32)
+    for span in spans:
+        weights[span.first_token : span.last_token] = span.weight
+    return weights_beside(labels, weights)
 
 
 def _spans_of(conversation: Conversation, index: int, turn: TurnSpan, *, is_learned: bool) -> list[AnswerSpan]:
-    """Returns a turn's stretches: one, or several where the parts of its content differ in being learned.
+    """Returns a turn's stretches: one, or several where the parts of its content differ in being learned or in weight.
 
-    Parts that do not choose are as `is_learned` says. White space before the content goes with the first part, the end
-    token with the last.
+    Parts that do not choose are as `is_learned` and the message's weight say. White space before the content goes with
+    the first part, the end token with the last.
 
     Raises:
         DataError: parts choose in a turn that has more than content.
     """
     message = conversation.messages[index]
-    choices = {part.is_learned for part in message.parts} | {is_learned}
-    if choices <= {None, is_learned}:
-        return [AnswerSpan(turn.start, turn.end, is_learned)]
+    whole = (is_learned, message.weight)
+    choices = [whole if part.is_learned is None else (part.is_learned, part.weight) for part in message.parts]
+    if set(choices) <= {whole}:
+        return [AnswerSpan(turn.start, turn.end, is_learned, weight=message.weight)]
     if not turn.is_content_alone or turn.content_start is None:
         raise DataError(
-            f"message {index + 1} chooses for parts of its content whether they are learned, and has reasoning or tool "
-            "calls beside them, so that what else is learned is not said",
+            f"message {index + 1} chooses for parts of its content whether or how much they are learned, and has "
+            "reasoning or tool calls beside them, so that what else is learned is not said",
             place=str(conversation.origin),
             remedy="Choose for the whole message, or remove the reasoning and the calls.",
         )
@@ -292,15 +306,14 @@ def _spans_of(conversation: Conversation, index: int, turn: TurnSpan, *, is_lear
     last = turn.content_start + len(content.strip())
     spans: list[AnswerSpan] = []
     position, offset = turn.start, 0
-    for number, part in enumerate(message.parts):
+    for number, (part, choice) in enumerate(zip(message.parts, choices, strict=True)):
         offset += len(part.text)
         is_last = number == len(message.parts) - 1
         end = turn.end if is_last else min(max(first + offset, turn.content_start), last)
-        part_learned = is_learned if part.is_learned is None else part.is_learned
-        if spans and spans[-1].is_learned == part_learned:
+        if spans and (spans[-1].is_learned, spans[-1].weight) == choice:
             spans[-1].end = max(end, position)
         elif end > position:
-            spans.append(AnswerSpan(position, end, part_learned))
+            spans.append(AnswerSpan(position, end, choice[0], weight=choice[1]))
         position = max(end, position)
     return spans
 

@@ -13,7 +13,7 @@ no real token can see it and its positions stay small. Example, two documents of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -26,13 +26,15 @@ PAD_MULTIPLE = 8
 
 
 class Batch(TypedDict):
-    """What one forward pass sees. The last three stay on the host and are taken out before the model is called."""
+    """What one forward pass sees. The figures stay on the host and are taken out before the model is called."""
 
     input_ids: torch.Tensor  # int64 [R, L]
     labels: torch.Tensor  # int64 [R, L]
     position_ids: torch.Tensor  # int64 [R, L]
+    loss_weights: NotRequired[torch.Tensor]  # float32 [R, L], only where a learned token has a weight other than 1
     num_real_tokens: int
     num_supervised_tokens: int
+    sum_of_weights: float  # of the supervised tokens; equal to their number where there is no `loss_weights`
     rows: list[int]
 
 
@@ -60,14 +62,30 @@ class RowCollator:
             starts = np.concatenate(([0], np.cumsum(row["lengths"])))
             position_ids[index] = _positions(starts, length)
             labels[index, starts[:-1]] = IGNORE_INDEX  # nothing precedes a document's first token
-        return Batch(
+        num_supervised_tokens = int((labels != IGNORE_INDEX).sum())
+        batch = Batch(
             input_ids=torch.from_numpy(input_ids),
             labels=torch.from_numpy(labels),
             position_ids=torch.from_numpy(position_ids),
             num_real_tokens=sum(len(row["input_ids"]) for row in rows),
-            num_supervised_tokens=int((labels != IGNORE_INDEX).sum()),
+            num_supervised_tokens=num_supervised_tokens,
+            sum_of_weights=float(num_supervised_tokens),
             rows=[row["row"] for row in rows],
         )
+        if any("loss_weights" in row for row in rows):
+            weights = _weights(rows, labels)
+            batch["loss_weights"] = torch.from_numpy(weights)
+            batch["sum_of_weights"] = float(weights.sum(dtype=np.float64))
+        return batch
+
+
+def _weights(rows: list[RowTokens], labels: np.ndarray) -> np.ndarray:
+    """Weights of the learned tokens, 0 elsewhere, float32 `[R, L]`."""
+    weights = (labels != IGNORE_INDEX).astype(np.float32)
+    for index, row in enumerate(rows):
+        if "loss_weights" in row:
+            weights[index, : len(row["loss_weights"])] *= row["loss_weights"]
+    return weights
 
 
 def _positions(starts: np.ndarray, length: int) -> np.ndarray:

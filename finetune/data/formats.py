@@ -50,8 +50,8 @@ _REFUSED_KEYS = {
     ),
     **dict.fromkeys(
         ("weight", "loss_weight", "sample_weight", "train", "mask"),
-        "Remove the key; mark single messages with a `weight` of 0 or 1, or set the source's `weight` to take all its "
-        "records more or less often.",
+        "Remove the key; give single messages a `weight`, or set the source's `weight` to take all its records more "
+        "or less often.",
     ),
     "functions": "Write the definitions as `tools`.",
     "chat_template_kwargs": "Remove the key; the chat template is given the same variables for every record.",

@@ -43,6 +43,7 @@ def gate_report(
     return GateReport(
         (
             *_share_checks(train),
+            *_weight_checks(stores),
             Check("end of turn", "ok", f"learned in {learned:,} of {plural(documents, 'record')}"),
             *_warning_checks(counts, documents),
             Check("length", "ok", f"the longest sample has {longest:,} of {max_length:,} tokens"),
@@ -71,6 +72,15 @@ def _share_checks(store: SampleStore) -> list[Check]:
     if len(low):
         status, detail = "warning", f"{detail}; {plural(len(low), 'sample')} below {_LOW_SHARE:.0%}"
     return [Check("learned share", status, detail, tuple(str(store.origin(int(index))) for index in low[:_EXAMPLES]))]
+
+
+def _weight_checks(stores: Sequence[SampleStore]) -> list[Check]:
+    """Returns how many learned tokens have a weight other than 1; nothing where none has."""
+    weighted = sum(int(store.weighted.sum()) for store in stores)
+    if not weighted:
+        return []
+    learned = sum(store.num_supervised_tokens for store in stores)
+    return [Check("loss weights", "ok", f"{weighted:,} of {learned:,} learned tokens have a weight other than 1")]
 
 
 def _warning_checks(counts: Sequence[GateCounts], documents: int) -> list[Check]:

@@ -75,11 +75,13 @@ class SourceCount:
     tokens_truncated: int = 0
     tokens_supervised: int = 0
     """Tokens of the kept samples that are learned."""
+    tokens_weighted: int = 0
+    """Those of them that have a weight other than 1 in the loss."""
 
     def __post_init__(self) -> None:
         assert self.records == self.records_kept + self.records_split + self.records_dropped, self
         assert self.tokens_in == self.tokens_kept + self.tokens_dropped + self.tokens_truncated, self
-        assert self.tokens_supervised <= self.tokens_kept, self
+        assert self.tokens_weighted <= self.tokens_supervised <= self.tokens_kept, self
         assert self.samples >= self.records_kept + self.records_split, self
 
     def plus(self, **counts: int) -> SourceCount:
@@ -102,6 +104,7 @@ class Ledger:
     tokens_dropped: int
     tokens_truncated: int
     tokens_supervised: int
+    tokens_weighted: int
     dropped: tuple[Dropped, ...]
     notes: tuple[Note, ...]
     sources: tuple[SourceCount, ...]
@@ -123,9 +126,10 @@ class Ledger:
     def summary_lines(self) -> list[str]:
         """Returns the ledger as lines for the console; the first always, the others where there is something to say."""
         share = 100 * self.tokens_supervised / self.tokens_kept if self.tokens_kept else 0.0
+        weighted = f", {self.tokens_weighted:,} of them with a weight other than 1" if self.tokens_weighted else ""
         lines = [
             f"{plural(self.records, 'record')} -> {plural(self.samples, 'sample')}, "
-            f"{plural(self.tokens_kept, 'token')}, {self.tokens_supervised:,} learned ({share:.1f} %)"
+            f"{plural(self.tokens_kept, 'token')}, {self.tokens_supervised:,} learned ({share:.1f} %){weighted}"
         ]
         if len(self.sources) > 1:
             lines += [_source_line(source) for source in self.sources]
@@ -205,6 +209,7 @@ _COUNTS = (
     "tokens_dropped",
     "tokens_truncated",
     "tokens_supervised",
+    "tokens_weighted",
 )
 
 
@@ -258,8 +263,9 @@ class LedgerBuilder:
         """Notes the format of the current source."""
         self._sources[-1] = replace(self._sources[-1], format=format)
 
-    def keep(self, num_tokens: int, *, pieces: Sequence[int], supervised: int) -> None:
-        """Counts a record of `num_tokens` that became samples of these lengths, `supervised` tokens of them learned."""
+    def keep(self, num_tokens: int, *, pieces: Sequence[int], supervised: int, weighted: int = 0) -> None:
+        """Counts a record of `num_tokens` that became samples of these lengths, `supervised` tokens of them learned and
+        `weighted` of these with a weight other than 1."""
         kept, count = sum(pieces), self._pending
         count["records"] += 1
         count["records_split" if len(pieces) > 1 else "records_kept"] += 1
@@ -269,6 +275,7 @@ class LedgerBuilder:
         count["tokens_kept"] += kept
         count["tokens_truncated"] += num_tokens - kept
         count["tokens_supervised"] += supervised
+        count["tokens_weighted"] += weighted
 
     def drop(self, origin: Origin, *, num_tokens: int, reason: str) -> None:
         """Counts a record that is left out."""

@@ -9,6 +9,7 @@ from typing import Literal
 from finetune.console import plural
 from finetune.data.faults import EXAMPLES_SHOWN, DataFaults, Fault, faults_of_one_kind
 from finetune.data.ledger import DropReason
+from finetune.data.loss_weights import weights_beside
 from finetune.data.types import IGNORE_INDEX, Conversation, Origin, Sample
 from finetune.errors import DataError
 
@@ -116,7 +117,10 @@ def _piece(sample: Sample, start: int, end: int) -> Sample:
     """Returns tokens [start, end) as a document of its own, whose first token is not learned."""
     labels = sample.labels[start:end].copy()
     labels[:1] = IGNORE_INDEX
-    return Sample(sample.input_ids[start:end], labels, sample.origin)
+    weights = sample.loss_weights
+    if weights is not None:
+        weights = weights_beside(labels, weights[start:end])
+    return Sample(sample.input_ids[start:end], labels, sample.origin, weights)
 
 
 def _split(sample: Sample, max_length: int) -> list[Sample]:

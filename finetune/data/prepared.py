@@ -203,7 +203,7 @@ class _Collected:
     def add(self, batch: BatchResult) -> None:
         """Adds one batch's results."""
         self._open_source(batch.source)
-        self._store.add_tokens(batch.input_ids, batch.labels)
+        self._store.add_tokens(batch.input_ids, batch.labels, weight_runs=batch.weight_runs)
         self._policy.merge(batch.over_length)
         for result in batch.results:
             self._add_result(result)
@@ -255,7 +255,8 @@ class _Collected:
         if result.dropped is not None:
             self._ledger.drop(result.origin, num_tokens=result.num_tokens, reason=result.dropped)
             return
-        self._ledger.keep(result.num_tokens, pieces=result.pieces, supervised=sum(result.supervised))
+        supervised = sum(result.supervised)
+        self._ledger.keep(result.num_tokens, pieces=result.pieces, supervised=supervised, weighted=result.weighted)
         for length, supervised in zip(result.pieces, result.supervised, strict=True):
             self._store.add_entry(length, supervised=supervised, digest=result.digest, origin=result.origin)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from finetune.data.loss_weights import LARGEST_WEIGHT, SMALLEST_WEIGHT
 from finetune.data.shorten import shorten
 from finetune.data.strict_json import JsonFault, decode
 from finetune.data.types import Origin
@@ -11,6 +12,16 @@ from finetune.errors import DataError
 
 LEARNED_KEYS = ("weight", "loss_weight", "train", "training", "trainable", "loss", "mask")
 """Keys of a message or part that say whether it is learned: 1 or true that it is, 0 or false that it is not."""
+WEIGHT_KEYS = ("weight", "loss_weight")
+"""Those of them that take other numbers too, and then say how much each token counts."""
+
+
+class Choice(NamedTuple):
+    """What a message or part says of itself."""
+
+    is_learned: bool | None
+    """None where it says nothing."""
+    weight: float = 1.0
 
 
 def value_of(record: dict[str, Any], key: str, origin: Origin, *, where: str = "") -> Any:
@@ -70,33 +81,51 @@ def parsed(text: str, name: str, origin: Origin) -> Any:
         ) from fault
 
 
-def is_learned_of(holder: dict[str, Any], where: str, origin: Origin) -> bool | None:
-    """Returns whether a message or part says of itself that it is learned; None where it says nothing.
+def choice_of(holder: dict[str, Any], where: str, origin: Origin) -> Choice:
+    """Returns whether a message or part says of itself that it is learned, and with what weight.
 
     Raises:
-        DataError: the value is neither 0 nor 1, or two keys contradict each other.
+        DataError: a value is no weight (of a key that takes none: neither 0 nor 1), or two keys contradict each other.
     """
-    found: dict[str, bool] = {}
-    for key in LEARNED_KEYS:
-        value = holder.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise DataError(
-                f"{where}.{key} must be 0 or 1 (or false or true), found {shorten(value)}: a token is learned or not, "
-                "there is nothing between",
-                place=str(origin),
-                remedy=f"Set {where}.{key} to 1 to learn it and to 0 to leave it out; to take whole files more or "
-                "less often, set the source's `weight`.",
-            )
-        found[key] = bool(value)
-    if len(set(found.values())) > 1:
+    found = {
+        key: _weight_of(key, holder[key], f"{where}.{key}", origin)
+        for key in LEARNED_KEYS
+        if holder.get(key) is not None
+    }
+    weights = {found[key] for key in WEIGHT_KEYS if key in found}
+    if len(set(map(bool, found.values()))) > 1 or len(weights) > 1:
         raise DataError(
-            f"{where} contradicts itself: {', '.join(f'{key} is {value}' for key, value in found.items())}",
+            f"{where} contradicts itself: {', '.join(f'{key} is {weight:g}' for key, weight in found.items())}",
             place=str(origin),
             remedy="Keep one of the keys.",
         )
-    return next(iter(found.values()), None)
+    if not found:
+        return Choice(None)
+    weight = next(iter(weights or found.values()))
+    return Choice(weight > 0, weight or 1.0)
+
+
+def _weight_of(key: str, value: Any, name: str, origin: Origin) -> float:
+    """Returns the weight under a key, 0 where it is not learned."""
+    is_number = isinstance(value, bool | int | float)
+    if is_number and value in (0, 1):
+        return float(value)
+    if key not in WEIGHT_KEYS:
+        raise DataError(
+            f"{name} must be 0 or 1 (or false or true), found {shorten(value)}",
+            place=str(origin),
+            remedy=f"Set {name} to 1 to learn it and to 0 to leave it out; for a number between or beyond, call the "
+            f"key {' or '.join(WEIGHT_KEYS)}.",
+        )
+    # Compared before it is turned into a float: an integer may be too large for one. NaN fails the comparison.
+    if not is_number or not SMALLEST_WEIGHT <= value <= LARGEST_WEIGHT:
+        raise DataError(
+            f"{name} must be 0, or a number from {SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}, found {shorten(value)}",
+            place=str(origin),
+            remedy=f"Set {name} to how much its tokens count in the loss: 1 is as much as others, 0 leaves it out. To "
+            "take whole files more or less often, set the source's `weight`.",
+        )
+    return float(value)
 
 
 def is_given(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from finetune.data.pack import PackPlan
 from finetune.data.store import SampleStore
+from finetune.data.types import IGNORE_INDEX, Sample
 
 
 class RowTokens(TypedDict):
@@ -23,6 +24,7 @@ class RowTokens(TypedDict):
     input_ids: NDArray[np.int32]  # [T]
     labels: NDArray[np.int32]  # [T]
     lengths: NDArray[np.int64]  # [D], in the order in which the samples stand in the row
+    loss_weights: NotRequired[NDArray[np.float32]]  # [T], only where some learned token has a weight other than 1
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,19 @@ class RowDataset(Dataset[RowTokens]):
 
     def __getitem__(self, row: int) -> RowTokens:
         samples = [self.store[index] for index in self.plan[row].sample_indices]
-        return RowTokens(
+        tokens = RowTokens(
             row=row,
             input_ids=np.concatenate([sample.input_ids for sample in samples]),
             labels=np.concatenate([sample.labels for sample in samples]),
             lengths=np.array([len(sample) for sample in samples], dtype=np.int64),
         )
+        if any(sample.loss_weights is not None for sample in samples):
+            tokens["loss_weights"] = np.concatenate([_weights(sample) for sample in samples])
+        return tokens
+
+
+def _weights(sample: Sample) -> NDArray[np.float32]:
+    """Returns the weights of a sample's tokens [L], also where each is 1."""
+    if sample.loss_weights is None:
+        return (sample.labels != IGNORE_INDEX).astype(np.float32)
+    return sample.loss_weights

@@ -39,6 +39,7 @@ class AnswerSpan:
     is_learned: bool = True
     first_token: int = -1
     last_token: int = -1
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)

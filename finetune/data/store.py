@@ -7,6 +7,7 @@
     supervised  int64  [N]     tokens of each sample that are learned
     digests     uint64 [N]     hash of the content of the record that the sample came from
     origins     int64  [N, 2]  index into the table of paths, number of the record
+    weight_runs                where learned tokens have a weight other than 1 in the loss; mostly none
 
 A million samples need no Python object each, and a saved store opens in the time that mapping its files takes.
 A selection of samples shares the tokens and has index arrays of its own: 48 bytes a sample.
@@ -18,7 +19,7 @@ import json
 import tempfile
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.data.loss_weights import WeightRuns
 from finetune.data.types import Origin, Sample
 
 _ARRAYS = {
@@ -38,6 +40,8 @@ _ARRAYS = {
     "digests": np.uint64,
     "origins": np.int64,
 }
+_WEIGHT_ARRAYS = {"starts": np.int64, "ends": np.int64, "values": np.float32}
+"""Arrays of `WeightRuns`, saved as `weight_<name>.npy` where there are runs."""
 _MANIFEST = "store.json"
 _CHUNK_TOKENS = 1 << 24
 SPILL_TOKENS = 1 << 24
@@ -63,6 +67,8 @@ class SampleStore:
     paths: tuple[str, ...]
     max_id: int
     """Largest token id of all samples (of the whole store, where this is a selection)."""
+    weight_runs: WeightRuns = field(default_factory=WeightRuns.none)
+    """By token of the whole store, like `starts`."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -74,7 +80,9 @@ class SampleStore:
         index %= len(self)
         start = int(self.starts[index])
         tokens = slice(start, start + int(self.lengths[index]))
-        return Sample(self.input_ids[tokens], self.labels[tokens], self.origin(index))
+        labels = self.labels[tokens]
+        weights = self.weight_runs.beside(labels, start=start) if len(self.weight_runs) else None
+        return Sample(self.input_ids[tokens], labels, self.origin(index), weights)
 
     def origin(self, index: int) -> Origin:
         """Returns where sample `index` came from."""
@@ -90,6 +98,11 @@ class SampleStore:
     def num_supervised_tokens(self) -> int:
         """Tokens that are learned."""
         return int(self.supervised.sum())
+
+    @cached_property
+    def weighted(self) -> NDArray[np.int64]:
+        """Learned tokens of each sample with a weight other than 1 [N]."""
+        return self.weight_runs.num_tokens(self.starts, self.starts + self.lengths)
 
     @cached_property
     def record_numbers(self) -> NDArray[np.int64]:
@@ -115,8 +128,10 @@ class SampleStore:
     def save(self, folder: Path) -> None:
         """Writes the arrays and a manifest of their sizes into an existing folder; the store must be no selection."""
         assert self.num_tokens == len(self.input_ids), "a selection is not saved"
-        for name in _ARRAYS:
-            values: NDArray[np.generic] = getattr(self, name)
+        arrays: dict[str, NDArray[np.generic]] = {name: getattr(self, name) for name in _ARRAYS}
+        if len(self.weight_runs):
+            arrays |= {f"weight_{name}": getattr(self.weight_runs, name) for name in _WEIGHT_ARRAYS}
+        for name, values in arrays.items():
             target = np.lib.format.open_memmap(
                 folder / f"{name}.npy", mode="w+", dtype=values.dtype, shape=values.shape
             )
@@ -128,6 +143,7 @@ class SampleStore:
             "num_samples": len(self),
             "num_tokens": self.num_tokens,
             "max_id": self.max_id,
+            "num_weight_runs": len(self.weight_runs),
         }
         (folder / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
@@ -151,7 +167,27 @@ class SampleStore:
             ends[-1] != num_tokens or arrays["starts"][0] != 0 or np.any(arrays["starts"][1:] != ends[:-1])
         ):
             raise ValueError("the samples do not span the tokens")
-        return cls(**arrays, paths=tuple(manifest["paths"]), max_id=int(manifest["max_id"]))
+        runs = _load_runs(folder, int(manifest["num_weight_runs"]), num_tokens=num_tokens)
+        return cls(**arrays, paths=tuple(manifest["paths"]), max_id=int(manifest["max_id"]), weight_runs=runs)
+
+
+def _load_runs(folder: Path, num_runs: int, *, num_tokens: int) -> WeightRuns:
+    """Maps the saved runs of weights.
+
+    Raises:
+        OSError, ValueError: a file is missing or does not fit the tokens.
+    """
+    if not num_runs:
+        return WeightRuns.none()
+    arrays = {
+        name: np.load(folder / f"weight_{name}.npy", mmap_mode="r", allow_pickle=False) for name in _WEIGHT_ARRAYS
+    }
+    for name, dtype in _WEIGHT_ARRAYS.items():
+        if arrays[name].shape != (num_runs,) or arrays[name].dtype != dtype:
+            raise ValueError(f"weight_{name}.npy does not fit {_MANIFEST}")
+    runs = WeightRuns(**arrays)
+    runs.require_within(num_tokens)
+    return runs
 
 
 class StoreBuilder:
@@ -167,6 +203,8 @@ class StoreBuilder:
         self._files: dict[str, IO[bytes]] = {}
         self._lengths, self._supervised, self._origins = array("q"), array("q"), array("q")
         self._digests = array("Q")
+        self._weights = {"starts": array("q"), "ends": array("q"), "values": array("f")}
+        self._num_tokens = 0
         self._max_id = -1
 
     def add_path(self, path: str) -> int:
@@ -177,13 +215,22 @@ class StoreBuilder:
         """Appends a sample; `digest` is that of its record where the sample is only a piece of it."""
         if digest is None:
             digest = content_digest(sample.input_ids)
-        self.add_tokens(sample.input_ids, sample.labels)
+        weights = sample.loss_weights
+        runs = WeightRuns.none() if weights is None else WeightRuns.of(weights)
+        self.add_tokens(sample.input_ids, sample.labels, weight_runs=runs)
         self.add_entry(len(sample), supervised=sample.num_supervised_tokens, digest=digest, origin=sample.origin)
 
-    def add_tokens(self, input_ids: NDArray[np.int32], labels: NDArray[np.int32]) -> None:
+    def add_tokens(
+        self, input_ids: NDArray[np.int32], labels: NDArray[np.int32], *, weight_runs: WeightRuns | None = None
+    ) -> None:
         """Appends the tokens of one or many samples, whose entries follow by `add_entry`."""
         if not len(input_ids):
             return
+        if weight_runs is not None and len(weight_runs):
+            self._weights["starts"].frombytes((weight_runs.starts + self._num_tokens).tobytes())
+            self._weights["ends"].frombytes((weight_runs.ends + self._num_tokens).tobytes())
+            self._weights["values"].frombytes(weight_runs.values.tobytes())
+        self._num_tokens += len(input_ids)
         self._max_id = max(self._max_id, int(input_ids.max()))
         for name, values in (("input_ids", input_ids), ("labels", labels)):
             self._tokens[name].frombytes(values.astype(np.int32, copy=False).tobytes())
@@ -214,6 +261,11 @@ class StoreBuilder:
             origins=np.frombuffer(self._origins, dtype=np.int64).reshape(-1, 2),
             paths=tuple(self._paths),
             max_id=self._max_id,
+            weight_runs=WeightRuns(
+                starts=np.frombuffer(self._weights["starts"], dtype=np.int64),
+                ends=np.frombuffer(self._weights["ends"], dtype=np.int64),
+                values=np.frombuffer(self._weights["values"], dtype=np.float32),
+            ),
         )
 
     def _spill(self) -> None:

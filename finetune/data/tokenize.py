@@ -20,6 +20,7 @@ from finetune.data.formats import Format, convert, unused_line
 from finetune.data.gate import FAULTS, Finding, Gate
 from finetune.data.ledger import DropReason, LeftAside
 from finetune.data.load import Record, shorten
+from finetune.data.loss_weights import WeightRuns, num_weighted
 from finetune.data.over_length import OverLength, Policy
 from finetune.data.store import content_digest
 from finetune.data.types import Conversation, Origin, Sample
@@ -59,6 +60,8 @@ class Result:
     num_tokens: int = 0
     pieces: list[int] = field(default_factory=list)
     supervised: list[int] = field(default_factory=list)
+    weighted: int = 0
+    """Learned tokens of all pieces with a weight other than 1."""
     digest: int = 0
     dropped: DropReason | None = None
     fault: Fault | None = None
@@ -75,6 +78,7 @@ class BatchResult:
     results: list[Result]
     input_ids: NDArray[np.int32]
     labels: NDArray[np.int32]
+    weight_runs: WeightRuns
     over_length: OverLength
 
 
@@ -120,6 +124,7 @@ class BatchTokenizer:
             results,
             np.concatenate([sample.input_ids for sample in samples] or empty),
             np.concatenate([sample.labels for sample in samples] or empty),
+            _weight_runs(samples),
             policy,
         )
 
@@ -196,7 +201,19 @@ def _cut(samples: list[Sample], conversation: Conversation, policy: OverLength, 
     result.digest = content_digest(np.concatenate([sample.input_ids for sample in whole]))
     result.pieces = [len(piece) for piece in pieces]
     result.supervised = [piece.num_supervised_tokens for piece in pieces]
+    result.weighted = sum(num_weighted(piece.loss_weights) for piece in pieces)
     return pieces
+
+
+def _weight_runs(samples: list[Sample]) -> WeightRuns:
+    """Returns where the tokens of some samples, one after the other, have weights other than 1."""
+    if all(sample.loss_weights is None for sample in samples):
+        return WeightRuns.none()
+    weights = [
+        np.zeros(len(sample), dtype=np.float32) if sample.loss_weights is None else sample.loss_weights
+        for sample in samples
+    ]
+    return WeightRuns.of(np.concatenate(weights))
 
 
 def batches_of(

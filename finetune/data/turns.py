@@ -7,9 +7,9 @@ from typing import Any, cast, get_args
 
 from finetune.data.record_fields import (
     LEARNED_KEYS,
+    choice_of,
     empty,
     is_given,
-    is_learned_of,
     list_of,
     text_of,
     unknown_role,
@@ -41,8 +41,8 @@ _PART_KEYS = {"type", "text", "value", "content", "thinking", *LEARNED_KEYS}
 _REFUSED_TURN_KEYS = {
     **dict.fromkeys(("images", "image", "audio", "video"), "Remove it; only text can be trained on."),
     "function_call": "Write the call as `tool_calls`, a list with one call.",
-    "training_detail": "Write the content as typed parts, each with its own `weight` of 0 or 1.",
-    "train_detail": "Write the content as typed parts, each with its own `weight` of 0 or 1.",
+    "training_detail": "Write the content as typed parts, each with its own `weight`.",
+    "train_detail": "Write the content as typed parts, each with its own `weight`.",
 }
 
 
@@ -95,16 +95,16 @@ def _sharegpt_message_of(turn: Any, where: str, origin: Origin) -> Message:
     role = SHAREGPT_ROLES.get(speaker)
     if role is None:
         raise unknown_role(f"{where}.from", speaker, known=tuple(SHAREGPT_ROLES), origin=origin)
-    is_learned = is_learned_of(turn, where, origin)
+    is_learned, weight = choice_of(turn, where, origin)
     if speaker == "function_call":
         calls = calls_of(value_of(turn, "value", origin, where=where), f"{where}.value", origin)
         if not calls:
             raise empty(f"{where}.value", origin)
-        return Message(role, "", {"tool_calls": calls}, is_learned)
+        return Message(role, "", {"tool_calls": calls}, is_learned, weight=weight)
     value = text_of(turn, "value", origin, where=where)
     if role == "assistant" and not value.strip():
         raise empty(f"{where}.value", origin)
-    return Message(role, value, is_learned=is_learned)
+    return Message(role, value, is_learned=is_learned, weight=weight)
 
 
 def _message_of(turn: Any, where: str, origin: Origin) -> Message:
@@ -132,7 +132,8 @@ def _message_of(turn: Any, where: str, origin: Origin) -> Message:
     extra = _extra_of(turn, where, origin, reasoning="".join(content.reasoning), text=text)
     if calls:
         extra["tool_calls"] = calls
-    return Message(cast("Role", role), text, extra, is_learned_of(turn, where, origin), parts)
+    is_learned, weight = choice_of(turn, where, origin)
+    return Message(cast("Role", role), text, extra, is_learned, parts, weight)
 
 
 def _extra_of(turn: dict[str, Any], where: str, origin: Origin, *, reasoning: str, text: str) -> dict[str, Any]:
@@ -193,9 +194,9 @@ def _add_part(content: _Content, part: Any, where: str, origin: Origin) -> None:
             remedy=f"Remove the key; a part has type, text and one of {', '.join(LEARNED_KEYS)}.",
         )
     key = next((name for name in ("text", "value", "content", "thinking") if part.get(name) is not None), "text")
-    is_learned = is_learned_of(part, where, origin)
+    is_learned, weight = choice_of(part, where, origin)
     if kind == "text":
-        content.texts.append(ContentPart(text_of(part, key, origin, where=where), is_learned))
+        content.texts.append(ContentPart(text_of(part, key, origin, where=where), is_learned, weight))
         return
     if is_learned is not None:
         raise DataError(

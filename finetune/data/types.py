@@ -54,6 +54,8 @@ class ContentPart:
     text: str
     is_learned: bool | None = None
     """None leaves the choice to the message, and through it to the recipe."""
+    weight: float = 1.0
+    """How much each of its tokens counts in the loss, where `is_learned` is true."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Message:
     """The record's own choice for this message; None leaves it to the recipe's `data.loss_on`."""
     parts: tuple[ContentPart, ...] = ()
     """The stretches that make up `content`, where the record chooses for some of them; else empty."""
+    weight: float = 1.0
+    """How much each of its tokens counts in the loss, where `is_learned` is true."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +106,14 @@ class Sample:
 
     `input_ids` and `labels` are int32 of the same length L; a label is the token itself where it is learned and
     `IGNORE_INDEX` elsewhere. The shift by one happens in the loss, so `labels[i]` belongs to `input_ids[i]`. The first
-    label is always `IGNORE_INDEX`: nothing precedes it.
+    label is always `IGNORE_INDEX`: nothing precedes it. `loss_weights` is float32 [L], 0 where the token is not
+    learned, or None where each learned token has the weight 1.
     """
 
     input_ids: NDArray[np.int32]
     labels: NDArray[np.int32]
     origin: Origin
+    loss_weights: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)

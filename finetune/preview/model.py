@@ -22,11 +22,13 @@ _MOST_BINS = 12
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring tokens that are all learned or all not."""
+    """Neighbouring tokens that are all learned with one weight, or all not."""
 
     text: str
     is_learned: bool
     num_tokens: int
+    weight: float = 1.0
+    """How much each of its tokens counts in the loss, where they are learned."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class Document:
     @property
     def num_learned(self) -> int:
         return sum(self.mask)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether some of it is learned with a weight other than 1."""
+        return any(stretch.weight != 1.0 for stretch in self.stretches)
 
 
 @dataclass(frozen=True)
@@ -175,17 +182,24 @@ def _warnings(recipe: Recipe, position_limit: int | None) -> tuple[str, ...]:
 
 
 def document_of(sample: Sample, *, tokenizer: PreTrainedTokenizerBase) -> Document:
-    """Returns a sample's tokens, mask and text, the text cut where learning begins and ends."""
+    """Returns a sample's tokens, mask and text, the text cut where learning begins and ends or its weight changes."""
     is_learned = sample.labels != IGNORE_INDEX
-    borders = [0, *(np.flatnonzero(is_learned[1:] != is_learned[:-1]) + 1).tolist(), len(sample)]
+    weights = is_learned.astype(np.float32) if sample.loss_weights is None else sample.loss_weights
+    borders = [0, *(np.flatnonzero(weights[1:] != weights[:-1]) + 1).tolist(), len(sample)]
     ids: list[int] = sample.input_ids.tolist()
     # Each stretch is what its tokens add to the text before it: alone, some tokenizers drop the space at its start.
     texts = [_decode(tokenizer, ids[:border]) for border in borders]
     stretches = []
     for start, end, before, after in zip(borders[:-1], borders[1:], texts[:-1], texts[1:], strict=True):
         text = after[len(before) :] if after.startswith(before) else _decode(tokenizer, ids[start:end])
-        stretches.append(Stretch(text, bool(is_learned[start]), end - start))
+        weight = _weight(weights[start]) if is_learned[start] else 1.0
+        stretches.append(Stretch(text, bool(is_learned[start]), end - start, weight))
     return Document(str(sample.origin), ids, is_learned.astype(int).tolist(), texts[-1], stretches)
+
+
+def _weight(value: np.float32) -> float:
+    """Returns a weight of a learned token as it was written: 0.1, not the nearest float32 to it."""
+    return float(str(value))
 
 
 def histogram(lengths: NDArray[np.int64]) -> list[Bin]:

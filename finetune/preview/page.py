@@ -65,7 +65,10 @@ def _head(preview: Preview, title: str) -> str:
 def _rows(preview: Preview) -> str:
     if not preview.rows:
         return '<p class="soft">None was asked for.</p>'
-    legend = '<p class="soft legend-line"><mark>Marked text</mark> is learned; the rest is context.</p>'
+    weights = ""
+    if any(document.has_weights for row in preview.rows for document in row.documents):
+        weights = ' <mark class="weighted">Text with a number<sub>0.5</sub></mark> has this weight in the loss, not 1.'
+    legend = f'<p class="soft legend-line"><mark>Marked text</mark> is learned; the rest is context.{weights}</p>'
     return legend + "".join(_row(row, preview) for row in preview.rows)
 
 
@@ -103,7 +106,12 @@ def _stretch(stretch: Stretch) -> str:
 
 
 def _marked(text: str, stretch: Stretch) -> str:
-    return f"<mark>{escape(text)}</mark>" if stretch.is_learned else f"<span>{escape(text)}</span>"
+    if not stretch.is_learned:
+        return f"<span>{escape(text)}</span>"
+    if stretch.weight == 1.0:
+        return f"<mark>{escape(text)}</mark>"
+    shown = f"{stretch.weight:g}"
+    return f'<mark class="weighted" title="weight {shown}">{escape(text)}<sub>{shown}</sub></mark>'
 
 
 def _bars(bins: list[Bin]) -> str:

@@ -16,6 +16,7 @@ LEARNED_STYLE = "bold green"
 CONTEXT_STYLE = "dim"
 MARKS = (("[[", "]]"), ("{{{", "}}}"), ("<<<", ">>>"))
 """Where learned text begins and ends, in the order of preference."""
+WEIGHT_STYLE = "yellow"
 _BAR_WIDTH = 40
 _DOCUMENTS_SHOWN = 5
 
@@ -26,7 +27,9 @@ def show_preview(console: Console, preview: Preview) -> None:
     marks = ("", "") if console.has_color else choose_marks([document.stretches for document in documents])
     legend = "bold green is learned" if console.has_color else f"{marks[0]}...{marks[1]} is learned"
     if preview.rows:
-        console.line(f"rows as the model sees them; {legend}, the rest is context")
+        has_weights = any(document.has_weights for row in preview.rows for document in row.documents)
+        weights = ", (x0.5) after it is its weight in the loss" if has_weights else ""
+        console.line(f"rows as the model sees them; {legend}{weights}, the rest is context")
     for row in preview.rows:
         _show_row(console, row, preview, marks)
     console.line()
@@ -125,3 +128,5 @@ def _show_row(console: Console, row: Row, preview: Preview, marks: tuple[str, st
 def _spans(document: Document, marks: tuple[str, str]) -> Iterator[tuple[str, str]]:
     for stretch in document.stretches:
         yield _marked(stretch, marks), LEARNED_STYLE if stretch.is_learned else CONTEXT_STYLE
+        if stretch.is_learned and stretch.weight != 1.0:
+            yield f"(x{stretch.weight:g})", WEIGHT_STYLE

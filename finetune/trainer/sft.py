@@ -1,7 +1,8 @@
 """Supervised fine-tuning: a thin subclass of TRL's trainer.
 
-What it changes: rows come packed from our own data layer; the loss is normalised over all supervised tokens of a step;
-evaluation uses the same sum and divisor; real tokens are counted; a loss that is not finite stops the run.
+What it changes: rows come packed from our own data layer; the loss is normalised over all supervised tokens of a step,
+each with its weight; evaluation uses the same sum and divisor; real tokens are counted; a loss that is not finite stops
+the run.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune.data.collate import RowCollator
+from finetune.data.loss_weights import SMALLEST_WEIGHT
 from finetune.data.rows import RowDataset
 from finetune.errors import GateStopped
 from finetune.run.checkpoints import checkpoint_step, scan_checkpoints
 from finetune.trainer.meter import Meter, MicroBatchRecord
 
 METER_FILE = "meter.json"
-HOST_KEYS = ("num_real_tokens", "num_supervised_tokens", "rows")
+HOST_KEYS = ("num_real_tokens", "num_supervised_tokens", "sum_of_weights", "rows")
 MODEL_KEYS = ("input_ids", "labels", "position_ids")
 MAX_SKIPPED_IN_A_ROW = 10
 """fp16 steps left out in a row before the run is stopped: each halves the loss scale, from 65,536 at first."""
@@ -80,6 +82,7 @@ class SftTrainer(SFTTrainer):
         self.meter = Meter()
         self.failure_dir = Path(str(args.output_dir)).parent
         self._rows_collator = collator
+        self._has_weights = len(rows[0].store.weight_runs) > 0
         self._aux_losses: list[torch.Tensor] = []
         self._evaluated: dict[str, float] = {}
         self._evaluated_step = -1
@@ -138,7 +141,8 @@ class SftTrainer(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """Cross entropy summed over the micro-batch, over the supervised tokens of the whole step.
+        """Cross entropy summed over the micro-batch, each token times its weight, over the sum of the weights of the
+        whole step; without weights that is the number of its supervised tokens.
 
         For an MoE the load-balancing loss times its coefficient is added, averaged over the step's micro-batches.
         """
@@ -147,19 +151,37 @@ class SftTrainer(SFTTrainer):
         if num_items_in_batch is None:
             raise RuntimeError("the trainer did not count the step's supervised tokens")
         loss_sum, aux_loss = self._loss_sum(model, inputs)
-        loss = loss_sum / torch.as_tensor(num_items_in_batch, device=loss_sum.device).clamp(min=1)
+        # A step without a supervised token has a sum of 0, and no other step one below the smallest weight.
+        divisor = torch.as_tensor(num_items_in_batch, device=loss_sum.device).clamp(min=SMALLEST_WEIGHT)
+        loss = loss_sum / divisor
         if aux_loss is not None:
             self._aux_losses.append(aux_loss.detach())
             loss = loss + self.router_aux_loss_coef * aux_loss / self.current_gradient_accumulation_steps
         return loss
 
+    def _get_num_items_in_batch(
+        self, batch_samples: list[dict[str, Any]], device: torch.device
+    ) -> torch.Tensor | int | None:
+        """Returns the divisor of a step's loss: transformers' count of supervised tokens, or the sum of their weights
+        (float32) where the data has other weights than 1."""
+        # Told by the data and not by the step, so that processes with different batches take the same way.
+        if not self._has_weights:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        of_process = sum(batch["sum_of_weights"] for batch in batch_samples)
+        total = self.accelerator.reduce(torch.tensor(of_process, dtype=torch.float32, device=device), reduction="sum")
+        assert isinstance(total, torch.Tensor)
+        return total
+
     def _loss_sum(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Summed cross entropy of a batch, and the load-balancing loss of an MoE."""
+        """Summed cross entropy of a batch, each token times its weight, and the load-balancing loss of an MoE."""
         arguments = {key: inputs[key] for key in MODEL_KEYS}
         if self.aux_loss_enabled:
             arguments["output_router_logits"] = True
         outputs = model(**arguments, fused_lm_head=True, use_cache=False)
-        return -outputs.log_probs.sum(), outputs.aux_loss if self.aux_loss_enabled else None
+        log_probs = outputs.log_probs  # [R, L - 1], of the labels from the second on; 0 where nothing is learned
+        if "loss_weights" in inputs:
+            log_probs = log_probs * inputs["loss_weights"][:, 1:]
+        return -log_probs.sum(), outputs.aux_loss if self.aux_loss_enabled else None
 
     # --- evaluation
 
@@ -171,7 +193,7 @@ class SftTrainer(SFTTrainer):
         *,
         scores: dict[str, float] | None = None,
     ) -> dict[str, float]:
-        """Mean loss over all supervised tokens of the held-out rows, whatever the batch size.
+        """Mean loss over all supervised tokens of the held-out rows, by their weights, whatever the batch size.
 
         `scores` are logged beside it.
         """
@@ -198,14 +220,15 @@ class SftTrainer(SFTTrainer):
         was_training = self.trained.training
         self.trained.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        num_tokens = 0
+        num_tokens, sum_of_weights = 0, 0.0
         with self.accelerator.autocast():
             for inputs in self.get_eval_dataloader():
                 num_tokens += inputs["num_supervised_tokens"]
+                sum_of_weights += inputs["sum_of_weights"]
                 loss_sum, _ = self._loss_sum(self.trained, self._prepare_inputs(inputs))
                 total += loss_sum
         self.trained.train(was_training)
-        loss = total.item() / max(1, num_tokens)
+        loss = total.item() / (sum_of_weights or 1.0)
         if not math.isfinite(loss):
             raise GateStopped(
                 f"the held-out loss is {loss} after step {self.state.global_step}",
@@ -286,10 +309,10 @@ class SftTrainer(SFTTrainer):
         return f"No result was written; {left}."
 
     def _save_failed_batch(self, record: MicroBatchRecord) -> Path:
-        """Saves a micro-batch as `failed_batch_step_<n>.npz` (`rows` [R]; `input_ids` and `labels` [R, L])."""
+        """Saves a micro-batch as `failed_batch_step_<n>.npz` (`rows` [R]; the batch's tensors [R, L])."""
         batch = self._rows_collator([self.train_dataset[row] for row in record.rows])
         path = self.failure_dir / f"failed_batch_step_{self.state.global_step}.npz"
-        arrays = {name: batch[name].numpy() for name in ("input_ids", "labels", "position_ids")}
+        arrays = {name: value.numpy() for name, value in batch.items() if isinstance(value, torch.Tensor)}
         np.savez_compressed(path, allow_pickle=False, rows=np.array(record.rows), **arrays)
         return path
 

@@ -118,7 +118,11 @@ BAD_ROWS: list[tuple[str, Any, str]] = [
     ("tool-first", {"messages": [{"role": "tool", "content": "1"}, *MESSAGES["messages"]]}, "follows no tool call"),
     ("empty-answer", {"messages": [MESSAGES["messages"][0], {"role": "assistant", "content": ""}]}, "content is empty"),
     ("wrong-type", {"messages": [{"role": "user", "content": 5}, MESSAGES["messages"][1]]}, "must be a string"),
-    ("half-weight", {"messages": [*MESSAGES["messages"][:1], {**MESSAGES["messages"][1], "weight": 0.5}]}, "0 or 1"),
+    (
+        "half-weight",
+        {"messages": [*MESSAGES["messages"][:1], {**MESSAGES["messages"][1], "weight": "1"}]},
+        "must be 0, or",
+    ),
     ("list", [1, 2], "must be a JSON object"),
 ]
 

@@ -8,7 +8,7 @@ import pytest
 
 from finetune.data.chat import Renderer
 from finetune.data.formats import convert
-from finetune.data.record_fields import LEARNED_KEYS
+from finetune.data.record_fields import LEARNED_KEYS, WEIGHT_KEYS
 from finetune.data.turns import with_reasoning_apart
 from finetune.data.types import IGNORE_INDEX, ContentPart, Conversation, Message, Origin
 from finetune.errors import DataError
@@ -43,16 +43,62 @@ def test_message_says_whether_it_is_learned(key: str, value: Any, expected: bool
     assert convert(record, format="sharegpt", origin=ORIGIN).messages[1].is_learned is expected
 
 
-@pytest.mark.parametrize("value", [0.5, 2, -1, "1", "true", [1], float("inf")])
-def test_any_other_weight_is_refused_by_name(value: Any) -> None:
-    error = failure(weight=value)
-    assert "messages[1].weight must be 0 or 1" in error.message
+@pytest.mark.parametrize("key", WEIGHT_KEYS)
+@pytest.mark.parametrize("value", [0.5, 2, 100, 1e-6, 1.0, 1, True])
+def test_weight_says_how_much(key: str, value: float) -> None:
+    message = answer_of(**{key: value}, train=True)
+    assert (message.is_learned, message.weight) == (True, float(value))
+    turn = {"from": "gpt", "value": "Hello", key: value}
+    record = {"conversations": [{"from": "human", "value": "Hi"}, turn]}
+    assert convert(record, format="sharegpt", origin=ORIGIN).messages[1].weight == value
+    assert answer_of(content=[text("a", **{key: value}), text("b")], weight=3).parts == (
+        ContentPart("a", True, float(value)),
+        ContentPart("b", None),
+    )
+
+
+@pytest.mark.parametrize("key", WEIGHT_KEYS)
+@pytest.mark.parametrize(
+    "value",
+    [
+        -1,
+        -0.5,
+        100.5,
+        1e-7,
+        10**400,
+        -(10**400),
+        "1",
+        "0.5",
+        "true",
+        [1],
+        {},
+        float("inf"),
+        float("nan"),
+        -float("inf"),
+    ],
+    ids=lambda value: str(value)[:9],
+)
+def test_what_is_no_weight_is_refused_by_name(key: str, value: Any) -> None:
+    error = failure(**{key: value})
+    assert f"messages[1].{key} must be 0, or a number from 1e-06 to 100, found" in error.message
     assert "source's `weight`" in error.remedy
+    assert f"content[0].{key} must be 0, or" in failure(content=[text("x", **{key: value})]).message
+
+
+@pytest.mark.parametrize("key", [key for key in LEARNED_KEYS if key not in WEIGHT_KEYS])
+@pytest.mark.parametrize("value", [0.5, 2, -1, "1", "true", [1], float("nan")])
+def test_other_keys_take_no_other_number(key: str, value: Any) -> None:
+    error = failure(**{key: value})
+    assert f"messages[1].{key} must be 0 or 1" in error.message
+    assert "weight or loss_weight" in error.remedy
 
 
 def test_weights_that_contradict_each_other() -> None:
-    assert "weight is False, train is True" in failure(weight=0, train=True).message
+    assert "weight is 0, train is 1" in failure(weight=0, train=True).message
+    assert "weight is 0.5, train is 0" in failure(weight=0.5, train=False).message
+    assert "weight is 1, loss_weight is 0.5" in failure(weight=1, loss_weight=0.5).message
     assert answer_of(weight=1, train=True).is_learned is True
+    assert answer_of(weight=0.5, loss_weight=0.5).weight == 0.5
 
 
 def test_weight_of_a_user_message_is_carried() -> None:
@@ -95,7 +141,7 @@ def test_parts_of_other_types() -> None:
         ("x", "content[0] must be a part of type text"),
         ({"type": "text"}, "content[0] has no key 'text'"),
         ({"type": "text", "text": 3}, "content[0].text must be a string"),
-        (text("x", weight=0.3), "content[0].weight must be 0 or 1"),
+        (text("x", train=0.3), "content[0].train must be 0 or 1"),
         (text("x", cache_control={"type": "ephemeral"}), "unknown key 'cache_control'"),
         ({"type": "reasoning", "value": "hm", "weight": 0}, "only text can have one"),
     ],

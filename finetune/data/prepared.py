@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.cache import DATA_VERSION, CacheKey, FileState, cache_folder, template_digest, tokenizer_digest
 from finetune.data.entry import Tokenized, entry_lock, open_entry, write_entry
-from finetune.data.faults import Fault, FaultList
+from finetune.data.faults import FaultList
 from finetune.data.gate import GateCounts
 from finetune.data.ledger import LedgerBuilder
 from finetune.data.over_length import OverLength
@@ -181,8 +181,7 @@ class _Collected:
             raise too_long
         if len(self._faults):
             if too_long is not None:
-                origin = self._policy.first_origins[0]
-                self._faults.add(Fault(origin, too_long.message, too_long.remedy, can_be_dropped=False))
+                self._faults.add_groups(too_long.groups)
             raise self._faults.error()
         ledger = self._ledger.finish()
         if ledger.samples == 0:

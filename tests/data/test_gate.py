@@ -200,7 +200,21 @@ def test_malformed_and_over_long_are_told_together(chatml: Any, write_jsonl: Cal
     path = write_jsonl([*questions(2), {"instruction": "q", "output": ""}, {"instruction": "q", "output": "x" * 99}])
     error = failure(chatml, path, max_length=64)
     assert "output is empty" in error.message
-    assert "longer than `max_length` 64" in error.message
+    assert "1 x a sample is longer than `data.max_length`" in error.message
+
+
+def test_over_long_records_are_counted_beside_other_kinds(chatml: Any, write_jsonl: Callable) -> None:
+    long = [{"instruction": f"q{number}", "output": "x" * (99 + number)} for number in range(5)]
+    path = write_jsonl([{"instruction": "q", "output": ""}, *long])
+    error = failure(chatml, path, max_length=64)
+    assert error.message.startswith("6 records cannot be used:")
+    malformed, too_long = error.as_dict()["faults"]
+    assert malformed["records"] == 1
+    assert (too_long["kind"], too_long["records"]) == ("a sample is longer than `data.max_length`", 5)
+    assert [example["place"] for example in too_long["examples"]] == [f"{path}:{line}" for line in (2, 3, 4)]
+    assert "`data.over_length`" in error.remedy
+    dropped = failure(chatml, path, max_length=64, malformed="drop")
+    assert dropped.message.startswith("5 samples are longer")
 
 
 @pytest.mark.parametrize("token", ["<|start_header_id|>", "<start_of_turn>"])

@@ -213,8 +213,10 @@ class _Collected:
             self._ledger.drop(result.origin, num_tokens=result.num_tokens, reason=result.dropped)
             return
         self._ledger.keep(result.num_tokens, pieces=result.pieces, supervised=sum(result.supervised))
-        for length, supervised in zip(result.pieces, result.supervised, strict=True):
-            self._store.add_entry(length, supervised=supervised, digest=result.digest, origin=result.origin)
+        for length, supervised, labels in zip(result.pieces, result.supervised, result.label_digests, strict=True):
+            self._store.add_entry(
+                length, supervised=supervised, digest=result.digest, label_digest=labels, origin=result.origin
+            )
 
     def _say_progress(self) -> None:
         now = time.monotonic()

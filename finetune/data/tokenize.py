@@ -60,6 +60,8 @@ class Result:
     pieces: list[int] = field(default_factory=list)
     supervised: list[int] = field(default_factory=list)
     digest: int = 0
+    label_digests: list[int] = field(default_factory=list)
+    """Of each piece."""
     dropped: DropReason | None = None
     fault: Fault | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -196,6 +198,7 @@ def _cut(samples: list[Sample], conversation: Conversation, policy: OverLength, 
     result.digest = content_digest(np.concatenate([sample.input_ids for sample in whole]))
     result.pieces = [len(piece) for piece in pieces]
     result.supervised = [piece.num_supervised_tokens for piece in pieces]
+    result.label_digests = [content_digest(piece.labels) for piece in pieces]
     return pieces
 
 

@@ -219,6 +219,7 @@ def test_a_million_samples_open_at_once(tmp_path: Path) -> None:
         lengths=np.full(num_samples, length, dtype=np.int64),
         supervised=np.full(num_samples, length, dtype=np.int64),
         digests=np.arange(num_samples, dtype=np.uint64),
+        label_digests=np.arange(num_samples, dtype=np.uint64),
         origins=np.zeros((num_samples, 2), dtype=np.int64),
         paths=("a.jsonl",),
         max_id=0,

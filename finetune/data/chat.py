@@ -30,6 +30,7 @@ import numpy as np
 
 from finetune.data.load import shorten
 from finetune.data.notes import LeftOut
+from finetune.data.role_order import require_shown
 from finetune.data.spans import AnswerSpan, TurnFinder, TurnSpan
 from finetune.data.template import ChatTemplate, prints_today, texts_in, turns_of
 from finetune.data.tokens import TextTokenizer
@@ -210,6 +211,7 @@ class Renderer:
         self._require_renderable(conversation)
         place = str(conversation.origin)
         text = self._template.render(turns_of(conversation), tools=conversation.tools, place=place)
+        require_shown(conversation, text)
         turns: dict[int, TurnSpan] = {}
         for index, turn in self._finder.find(conversation, text).items():
             if isinstance(turn, TurnSpan):

@@ -124,6 +124,7 @@ def _tokenize(
         data.over_length,
         data.max_length,
         refuses_unknown_control_tokens=data.unknown_control_tokens == "error",
+        role_order=data.role_order,
         turns=data.turns,
         date=date_of(data),
     )

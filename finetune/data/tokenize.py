@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from finetune.data.gate import FAULTS, Finding, Gate
 from finetune.data.ledger import DropReason, LeftAside
 from finetune.data.load import Record, shorten
 from finetune.data.over_length import OverLength, Policy
+from finetune.data.role_order import require_order
 from finetune.data.store import content_digest
 from finetune.data.types import Conversation, Origin, Sample
 from finetune.errors import DataError
@@ -88,6 +89,7 @@ class Settings:
     over_length: Policy
     max_length: int
     refuses_unknown_control_tokens: bool
+    role_order: Literal["strict", "any"] = "strict"
     turns: Turns = "together"
     date: datetime.date | None = None
     """The date that a template which prints today's date writes."""
@@ -133,6 +135,8 @@ class BatchTokenizer:
         """
         assert batch.format is not None, "a record without a format is a fault"
         conversation = convert(record, format=batch.format, origin=result.origin)
+        if self._settings.role_order == "strict":
+            require_order(conversation)
         if conversation.unused_keys:
             result.notes.append(LeftAside(unused_line(conversation.unused_keys)))
         if conversation.calls_undefined_tools:

@@ -51,7 +51,7 @@ def gate_report(
 
 
 def cut_check(ledgers: Sequence[Ledger]) -> list[Check]:
-    """Returns a warning where samples were cut: records are looked at whole, so the other checks do not see it."""
+    """Returns a warning where samples were cut: faults are looked for in whole records, so they do not show it."""
     num_cut = sum(ledger.records_truncated for ledger in ledgers)
     if not num_cut:
         return []

@@ -207,12 +207,12 @@ class _Collected:
             else:
                 self._faults.add(result.fault)
             return
-        self._counts.add(result.findings, result.origin, end_ids=result.end_ids)
-        for note in result.notes:
-            self._ledger.note(note, result.origin)
         if result.dropped is not None:
             self._ledger.drop(result.origin, num_tokens=result.num_tokens, reason=result.dropped)
             return
+        self._counts.add(result.findings, result.origin, end_ids=result.end_ids, learns_an_end=result.learns_an_end)
+        for note in result.notes:
+            self._ledger.note(note, result.origin)
         self._ledger.keep(result.num_tokens, pieces=result.pieces, supervised=sum(result.supervised))
         for length, supervised, labels in zip(result.pieces, result.supervised, result.label_digests, strict=True):
             self._store.add_entry(

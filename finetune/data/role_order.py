@@ -74,9 +74,8 @@ def _out_of_order(messages: Sequence[Message]) -> Iterator[tuple[int, str, str]]
             yield index, "follows another question", "Join the two, or add the answer between them"
         elif role == "assistant" and (before is None or before in _SYSTEM):
             yield index, "answers no question", "Add the question before it, or remove it"
-        elif role == before == "assistant" and previous is not None:
-            if not (_calls_tools(message) or _calls_tools(previous)):
-                yield index, "follows another answer", "Join the two, or add the question between them"
+        elif role == before == "assistant" and not (_calls_tools(message) or (previous and _calls_tools(previous))):
+            yield index, "follows another answer", "Join the two, or add the question between them"
         previous = message
 
 

@@ -67,6 +67,7 @@ class Result:
     fault: Fault | None = None
     findings: list[Finding] = field(default_factory=list)
     end_ids: set[int] = field(default_factory=set)
+    learns_an_end: bool = False
     notes: list[LeftAside] = field(default_factory=list)
 
 
@@ -147,7 +148,11 @@ class BatchTokenizer:
                 return []
         samples = self._rendered(conversation, result)
         self._look(samples, conversation, record, result)
-        return [] if result.fault is not None else _cut(samples, conversation, policy, result)
+        if result.fault is not None:
+            return []
+        pieces = _cut(samples, conversation, policy, result)
+        result.learns_an_end = self._gate.learns_an_end(pieces)
+        return pieces
 
     def _look(self, samples: list[Sample], conversation: Conversation, record: Record, result: Result) -> None:
         """Passes the samples of a record through the gate; what it finds goes into the result."""

@@ -14,9 +14,9 @@ from label_templates import SHAPES, call, special_tokenizer
 
 from finetune.data.chat import Renderer
 from finetune.data.collate import RowCollator
+from finetune.data.gate import Gate
 from finetune.data.notes import LeftOut
 from finetune.data.rows import RowTokens
-from finetune.data.store import SampleStore, StoreBuilder
 from finetune.data.types import IGNORE_INDEX, Conversation, Message, Sample
 from finetune.trainer.generate import stop_tokens
 
@@ -25,14 +25,8 @@ def stops(samples: Sequence[Sample], tokenizer: Any) -> set[str]:
     """Returns the tokens at which generation stops after training on the samples, for a model that names none."""
     model = torch.nn.Module()
     model.generation_config = SimpleNamespace(eos_token_id=None)  # type: ignore[assignment]
-    return set(tokenizer.convert_ids_to_tokens(list(stop_tokens(tokenizer, model, store_of(samples)))))
-
-
-def store_of(samples: Sequence[Sample]) -> SampleStore:
-    builder = StoreBuilder()
-    for sample in samples:
-        builder.add(sample)
-    return builder.finish()
+    _, ends = Gate(tokenizer, loss_on="assistant").look(samples, conversation=chat(user("q"), answer("a")))
+    return set(tokenizer.convert_ids_to_tokens(list(stop_tokens(tokenizer, model, ends))))
 
 
 TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},)

@@ -22,7 +22,9 @@ from finetune.data.types import IGNORE_INDEX, Conversation, Origin, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Finding = Literal["nothing_learned", "end_not_learned", "bos_doubled", "bos_missing", "bos_repeated", "unknown_text"]
+Finding = Literal[
+    "nothing_learned", "end_not_learned", "bos_doubled", "bos_missing", "bos_repeated", "unknown_text", "prompt_differs"
+]
 
 FAULTS: dict[Finding, tuple[str, str]] = {
     "nothing_learned": (
@@ -43,6 +45,8 @@ FAULTS: dict[Finding, tuple[str, str]] = {
 WARNINGS: dict[Finding, str] = {
     "bos_missing": "the tokenizer puts BOS before a text, and the chat template writes none",
     "bos_repeated": "BOS stands again inside the record; some chat templates write it before each turn",
+    "prompt_differs": "generation's prompt ends otherwise than the text before the last learned answer, so that the "
+    "model is asked after another text than it learned",
     "unknown_text": "the vocabulary lacks some of the text, which becomes the unknown token",
 }
 """Findings that are told."""

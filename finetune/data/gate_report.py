@@ -16,6 +16,7 @@ _EXAMPLES = 3
 _WARNING_NAMES: tuple[tuple[str, Finding], ...] = (
     ("BOS", "bos_missing"),
     ("BOS inside", "bos_repeated"),
+    ("generation prompt", "prompt_differs"),
     ("text outside the vocabulary", "unknown_text"),
 )
 assert not {name for _, name in _WARNING_NAMES} & FAULTS.keys()

@@ -29,9 +29,9 @@ from finetune.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REASONING_LEFT_OUT = (
-    "the chat template leaves reasoning out of learned turns (`data.turns: separate` keeps what it has a place for)"
-)
+REASONING_LEFT_OUT = "the chat template leaves reasoning out of learned turns (`data.turns: separate` keeps it)"
+REASONING_WITHOUT_PLACE = "the chat template leaves reasoning out of learned turns, as it has no place for it"
+WRITTEN_AFTER_PROMPT = "between generation's prompt and learned answers the chat template writes, not learned, "
 CONTENT_LEFT_OUT = "the chat template leaves out content beside the tool calls of learned turns"
 
 _BATCH_RECORDS = 128
@@ -157,6 +157,8 @@ class BatchTokenizer:
     def _look(self, samples: list[Sample], conversation: Conversation, record: Record, result: Result) -> None:
         """Passes the samples of a record through the gate; what it finds goes into the result."""
         result.findings, result.end_ids = self._gate.look(samples, conversation=conversation)
+        if None in self._renderer.beside_prompt:
+            result.findings.append("prompt_differs")
         for name in result.findings:
             if name in FAULTS and result.fault is None:
                 message, remedy = FAULTS[name]
@@ -166,8 +168,13 @@ class BatchTokenizer:
         """Renders a conversation and notes what its template left out of it."""
         samples = self._renderer.render_all(conversation, loss_on=self._settings.loss_on, turns=self._settings.turns)
         left_out = self._renderer.left_out
-        if left_out.reasoning_turns:
-            result.notes.append(LeftAside(REASONING_LEFT_OUT, left_out.reasoning_turns))
+        helped = left_out.reasoning_turns_with_place if self._settings.turns == "together" else 0
+        if helped:
+            result.notes.append(LeftAside(REASONING_LEFT_OUT, helped))
+        if left_out.reasoning_turns > helped:
+            result.notes.append(LeftAside(REASONING_WITHOUT_PLACE, left_out.reasoning_turns - helped))
+        between = {text for text in self._renderer.beside_prompt if text and text.strip()}
+        result.notes += [LeftAside(f"{WRITTEN_AFTER_PROMPT}{shorten(text)}") for text in sorted(between)]
         if left_out.content_turns:
             result.notes.append(LeftAside(CONTENT_LEFT_OUT, left_out.content_turns))
         return samples

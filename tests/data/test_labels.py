@@ -136,7 +136,7 @@ def test_qwen_keeps_reasoning_after_the_last_question_only(qwen: Any) -> None:
     renderer = Renderer(qwen)
     (sample,) = renderer.render_all(conversation, loss_on="assistant", turns="together")
     assert learned_texts(sample, qwen) == ["A<|im_end|>", calling, last]
-    assert renderer.left_out == LeftOut(reasoning_turns=1)
+    assert renderer.left_out == LeftOut(reasoning_turns=1, reasoning_turns_with_place=1)
     samples = renderer.render_all(conversation, loss_on="assistant", turns="separate")
     first = "<think>\nfirst\n</think>\n\nA<|im_end|>"
     assert [learned_texts(sample, qwen) for sample in samples] == [[first], [calling], [last]]

@@ -236,6 +236,7 @@ def test_over_long_records_are_counted_beside_other_kinds(chatml: Any, write_jso
     path = write_jsonl([{"instruction": "q", "output": ""}, *long])
     error = failure(chatml, path, max_length=64)
     assert error.message.startswith("6 records cannot be used:")
+    assert isinstance(error, DataFaults)
     malformed, too_long = error.as_dict()["faults"]
     assert malformed["records"] == 1
     assert (too_long["kind"], too_long["records"]) == ("a sample is longer than `data.max_length`", 5)

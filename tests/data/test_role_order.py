@@ -9,6 +9,7 @@ import pytest
 from label_cases import learned_texts
 
 from finetune.data.build import Dataset, build_dataset
+from finetune.data.faults import DataFaults
 from finetune.errors import DataError
 from finetune.recipe.schema import DataSection
 
@@ -63,6 +64,7 @@ def test_out_of_order_is_refused(tokenizer: Any, write_jsonl: Callable, messages
     assert words in caught.value.message
     assert "`data.role_order` to any" in caught.value.remedy
     assert "`data.malformed` to drop" in caught.value.remedy
+    assert isinstance(caught.value, DataFaults)
     (fault,) = caught.value.as_dict()["faults"]
     assert (fault["kind"], fault["records"]) == ("roles out of order", 1)
 

@@ -252,6 +252,32 @@ def test_a_run_is_not_continued_on_other_data(parts: Path, tmp_path: Path, capsy
     assert "data differ" in json.loads(capsys.readouterr().out)["message"]
 
 
+def test_a_run_is_not_continued_on_other_labels(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same tokens, as many of them learned in each record, but others: only the labels tell."""
+
+    def write(*, learned: int) -> None:
+        lines = []
+        for number in range(30):
+            turns = [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": "yes"}] * 2
+            answers = [dict(turn, weight=int(index // 2 == learned)) for index, turn in enumerate(turns) if index % 2]
+            turns[1::2] = answers
+            lines.append(json.dumps({"messages": turns}) + "\n")
+        data.write_text("".join(lines), encoding="utf-8")
+
+    data = tmp_path / "own.jsonl"
+    write(learned=0)
+    recipe = write_recipe(parts, tmp_path, evaluation={"metrics": ["./late.py"], "at_start": False})
+    (tmp_path / "late.py").write_text("def score(prediction, reference):\n    raise KeyError('late')\n")
+    arguments = ["train", str(recipe), f"data.train=[{{path: {data}}}]"]
+    assert main(arguments) == ExitCode.RECIPE
+    write(learned=1)
+    capsys.readouterr()
+    assert main([*arguments, "--resume", "--json"]) == ExitCode.DATA
+    assert "data differ" in json.loads(capsys.readouterr().out)["message"]
+
+
 def test_a_run_goes_on_with_the_day_that_it_began_on(
     parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

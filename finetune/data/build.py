@@ -50,7 +50,7 @@ class Dataset:
     eval_ledger: Ledger | None
     gate: GateReport
     end_ids: tuple[int, ...]
-    """Control tokens that end what is learned: where generation should stop, whatever the model's EOS is."""
+    """Control tokens that end the samples' last answers: where generation should stop, whatever the model's EOS is."""
     date: str | None
     """The date (YYYY-MM-DD) that the chat template writes, in every sample; None where it writes none."""
 
@@ -88,7 +88,7 @@ def build_dataset(
     references = []
     if parts.held_out is not None:
         references = read_references(
-            parts.held_out, held_out_source, tokenizer=tokenizer, date=date_of(data), limit=max_references
+            parts.held_out, held_out_source, tokenizer=tokenizer, date=date_of(data), limit=max_references, say=say
         )
     has_own_eval = held_out_source is not source
     counts = [source.counts, held_out_source.counts] if has_own_eval else [source.counts]

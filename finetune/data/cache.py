@@ -2,7 +2,8 @@
 
 The key is made of the bytes of each data file (not its name or its time), the tokenizer with its chat template, the
 settings of the data section that change tokens or labels, and the version of this code. So a copied file hits, and one
-changed byte misses. A miss says what changed since the nearest entry. `entry.py` reads and writes the entries.
+changed byte misses. A miss says what changed since the entry that differs least, of up to 50 that are compared in no
+particular order. `entry.py` reads and writes the entries.
 
 A file may be changed while it is read, and then its hash does not tell what was read. So its size and times are kept
 from before the hash and compared after the reading; where they differ it is hashed again, and another hash is an error.
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-DATA_VERSION = 5
+DATA_VERSION = 6
 """Raised by one whenever this package's code would make other tokens, labels or ledgers from the same input."""
 
 _COMPARED_ENTRIES = 50
@@ -135,7 +136,7 @@ def _stat(path: str) -> tuple[int, int, int, int]:
 
 
 def explain_miss(key: CacheKey) -> str:
-    """Names the parts of the key that differ from the entry that differs least."""
+    """Names the parts of the key that differ from the entry that differs least, of those compared."""
     best: list[str] | None = None
     for entry in islice(cache_folder().glob("*/key.json"), _COMPARED_ENTRIES):
         parts = _parts_of(entry)

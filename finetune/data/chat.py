@@ -31,6 +31,7 @@ import numpy as np
 from finetune.data.load import shorten
 from finetune.data.loss_weights import weights_beside
 from finetune.data.notes import LeftOut
+from finetune.data.role_order import require_shown
 from finetune.data.spans import AnswerSpan, TurnFinder, TurnSpan
 from finetune.data.template import ChatTemplate, prints_today, texts_in, turns_of
 from finetune.data.tokens import TextTokenizer
@@ -71,6 +72,9 @@ class Renderer:
         """The date in rendered texts; None where the template prints none."""
         self.left_out = LeftOut()
         """What the template left out of the conversation that was rendered last."""
+        self.beside_prompt: list[str | None] = []
+        """Of the last learned turn of each sample rendered last, what stands between generation's prompt and what is
+        learned; None where the text lacks that prompt."""
 
     def render(self, conversation: Conversation, *, loss_on: LossOn) -> Sample:
         """Tokenizes and labels one conversation.
@@ -83,7 +87,7 @@ class Renderer:
         Raises:
             DataError: the conversation cannot be rendered, or its labels would not be exactly its answers.
         """
-        self.left_out = LeftOut()
+        self.left_out, self.beside_prompt = LeftOut(), []
         conversation = self._as_template_reads(conversation)
         if loss_on == "completion" and not _has_completion(conversation):
             raise DataError(
@@ -110,7 +114,7 @@ class Renderer:
         Raises:
             DataError: as `render`; or `separate` is asked for with `loss_on: all`, which would learn prompts twice.
         """
-        self.left_out = LeftOut()
+        self.left_out, self.beside_prompt = LeftOut(), []
         conversation = self._as_template_reads(conversation)
         if turns == "together" or conversation.kind != "chat":
             return [self.render(conversation, loss_on=loss_on)]
@@ -177,6 +181,9 @@ class Renderer:
             spans += _spans_of(conversation, index, turn, is_learned=choices[index])
             if index in learned:
                 self.left_out.add(turn)
+        if loss_on != "all" and learned:
+            last = learned[-1]
+            self.beside_prompt = [self._finder.beside_prompt(conversation, last, text, turns[last])]
         return self._label(conversation, text, spans, learn_rest=loss_on == "all")
 
     def _render_turn(self, conversation: Conversation, index: int, loss_on: LossOn) -> Sample:
@@ -187,6 +194,7 @@ class Renderer:
         text, turns = self._find_turns(part, needed=[index])
         text, turn = self._finder.as_generated(part, text, turns[index])
         self.left_out.add(turn)
+        self.beside_prompt.append(self._finder.beside_prompt(part, index, text, turn))
         # No other border than this turn's: generation tokenizes its prompt as one text.
         return _require_labels(self._label(part, text, _spans_of(part, index, turn, is_learned=is_learned)))
 
@@ -212,6 +220,7 @@ class Renderer:
         self._require_renderable(conversation)
         place = str(conversation.origin)
         text = self._template.render(turns_of(conversation), tools=conversation.tools, place=place)
+        require_shown(conversation, text)
         turns: dict[int, TurnSpan] = {}
         for index, turn in self._finder.find(conversation, text).items():
             if isinstance(turn, TurnSpan):

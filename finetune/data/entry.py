@@ -149,24 +149,29 @@ def entry_lock(key: CacheKey, *, say: Say) -> Iterator[None]:
                 path.unlink(missing_ok=True)
 
 
-def read_attachment(key: CacheKey, name: str) -> Any | None:
-    """Returns the JSON value that was attached to an entry under this name; None where it is not there or broken."""
+def read_attachment(key: CacheKey, name: str, *, say: Say) -> Any | None:
+    """Returns the JSON value that was attached to an entry under this name; None where there is none, and, after a
+    line that says so, where it cannot be read."""
+    path = entry_folder(key) / name
     try:
-        return json.loads((entry_folder(key) / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        say(f"Token cache: {path} cannot be read ({error}); making it again")
         return None
 
 
-def write_attachment(key: CacheKey, name: str, value: Any) -> None:
-    """Attaches a JSON value to an entry, in one step; nothing happens where the entry is not there or read-only."""
+def write_attachment(key: CacheKey, name: str, value: Any, *, say: Say) -> None:
+    """Attaches a JSON value to an entry, in one step. Where that fails it costs time, so it is said and no error."""
     folder = entry_folder(key)
     try:
         handle, aside = tempfile.mkstemp(prefix=".new-", dir=folder)
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             json.dump(value, stream)
         os.replace(aside, folder / name)
-    except OSError:
-        return
+    except OSError as error:
+        say(f"Token cache: {name} cannot be added to {folder} ({error}); the run goes on without it")
 
 
 def _wait_for_lock(handle: int, say: Say) -> bool:

@@ -84,6 +84,10 @@ class FaultList:
         if len(group.examples) < EXAMPLES_SHOWN:
             group.examples.append(fault)
 
+    def add_groups(self, groups: Sequence[FaultGroup]) -> None:
+        """Adds faults that were counted elsewhere, of kinds that are not here yet."""
+        self.groups |= {group.kind: group for group in groups}
+
     def error(self) -> DataFaults:
         """Returns the error that tells all faults; there must be one."""
         groups = list(self.groups.values())

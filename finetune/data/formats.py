@@ -121,8 +121,8 @@ def convert(record: Record, *, format: Format, origin: Origin) -> Conversation:
 
     Raises:
         DataError: a key is missing, a value has the wrong type, an answer is empty, a role is unknown, no turn is the
-            assistant's, the roles stand in an order that templates drop or misread, a key would change the meaning
-            and is not supported, or the format is one that supervised training would learn wrongly.
+            assistant's, a key would change the meaning and is not supported, or the format is one that supervised
+            training would learn wrongly.
     """
     if isinstance(record, str):
         record = {"text": record}
@@ -139,7 +139,7 @@ def convert(record: Record, *, format: Format, origin: Origin) -> Conversation:
             )
     conversation = _CONVERTERS[format](record, origin)
     if conversation.kind == "chat":
-        _require_order(conversation)
+        _require_answer(conversation)
         require_defined(conversation.messages, conversation.tools, origin)
     return conversation
 
@@ -285,26 +285,7 @@ _CONVERTERS: dict[str, Callable[[dict[str, Any], Origin], Conversation]] = {
 }
 
 
-def _require_order(conversation: Conversation) -> None:
-    """Raises where the roles stand in an order that chat templates drop or misread."""
-    previous: Message | None = None
-    for index, message in enumerate(conversation.messages):
-        if message.role in ("system", "developer") and index > 0:
-            raise DataError(
-                f"message {index + 1} has the role {message.role}, which must come first: many chat templates leave "
-                "it out elsewhere",
-                place=str(conversation.origin),
-                remedy="Move it to the start, or join it with the first system message.",
-            )
-        if message.role == "tool" and not (
-            previous is not None and (previous.role == "tool" or previous.extra.get("tool_calls"))
-        ):
-            raise DataError(
-                f"message {index + 1} has the role tool but follows no tool call",
-                place=str(conversation.origin),
-                remedy="Put it right after the assistant message with the `tool_calls` that it answers.",
-            )
-        previous = message
+def _require_answer(conversation: Conversation) -> None:
     if not any(message.role == "assistant" for message in conversation.messages):
         raise DataError(
             "the conversation has no assistant turn, so there is nothing to learn",

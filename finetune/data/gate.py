@@ -22,7 +22,9 @@ from finetune.data.types import IGNORE_INDEX, Conversation, Origin, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Finding = Literal["nothing_learned", "end_not_learned", "bos_doubled", "bos_missing", "bos_repeated", "unknown_text"]
+Finding = Literal[
+    "nothing_learned", "end_not_learned", "bos_doubled", "bos_missing", "bos_repeated", "unknown_text", "prompt_differs"
+]
 
 FAULTS: dict[Finding, tuple[str, str]] = {
     "nothing_learned": (
@@ -43,6 +45,8 @@ FAULTS: dict[Finding, tuple[str, str]] = {
 WARNINGS: dict[Finding, str] = {
     "bos_missing": "the tokenizer puts BOS before a text, and the chat template writes none",
     "bos_repeated": "BOS stands again inside the record; some chat templates write it before each turn",
+    "prompt_differs": "generation's prompt ends otherwise than the text before the last learned answer, so that the "
+    "model is asked after another text than it learned",
     "unknown_text": "the vocabulary lacks some of the text, which becomes the unknown token",
 }
 """Findings that are told."""
@@ -66,13 +70,15 @@ class Gate:
         if self._eos is not None:
             ends.add(self._eos)
         self._ends = ends
+        self._end_array = np.array(sorted(ends), dtype=np.int32)
         first = cast("list[int]", tokenizer("a", verbose=False)["input_ids"])[:1]
         self._adds_bos = self._bos is not None and first == [self._bos]
         # Where one token is both, it separates documents, and its number says nothing.
         self._counts_bos = self._bos is not None and self._bos != self._eos
 
     def look(self, samples: Sequence[Sample], *, conversation: Conversation) -> tuple[list[Finding], set[int]]:
-        """Returns what is wrong with a record's whole samples (before any cut), mostly nothing, and what ends answers.
+        """Returns what is wrong with a record's whole samples (before any cut), mostly nothing, and what ends them: of
+        each the last end token that is learned. Others may end a part of an answer only, such as a reasoning.
 
         Each learned stretch must end in an end token, but for those that the record itself ends inside a turn: a part
         of a content that is learned before one that is not.
@@ -92,7 +98,7 @@ class Gate:
                 without_end += self._ends.isdisjoint(last_of_stretch)
             else:
                 without_end += sum(token not in self._ends for token in last_of_stretch)
-            ends |= self._ends.intersection(last_of_stretch)
+            ends.update(sample.labels[np.isin(sample.labels, self._end_array)][-1:].tolist())
             if self._counts_bos:
                 found += self._bos_findings(sample)
             if self._unknown is not None and self._unknown != self._eos and (sample.input_ids == self._unknown).any():
@@ -100,6 +106,10 @@ class Gate:
         if without_end > _ends_inside_turns(conversation):
             found.append("end_not_learned")
         return list(dict.fromkeys(found)), ends
+
+    def learns_an_end(self, pieces: Sequence[Sample]) -> bool:
+        """Tells whether an end token is learned in what is trained of a record."""
+        return any(bool(np.isin(piece.labels, self._end_array).any()) for piece in pieces)
 
     def unknown_control_token(self, conversation: Conversation) -> str | None:
         """Returns a text that is written like a control token but is none of this tokenizer's, or None."""
@@ -136,19 +146,20 @@ class _Found:
 
 @dataclass
 class GateCounts:
-    """What the gate saw over all records of some sources."""
+    """What the gate saw over all records of some sources that are not left out."""
 
     documents: int = 0
     ends_learned: int = 0
+    """Records in which an end token is learned, after any cut."""
     end_ids: set[int] = field(default_factory=set)
-    """Control tokens that end learned stretches (of `loss_on: all`, that are in them)."""
+    """The last control token that is learned of each sample, before any cut."""
     warnings: dict[str, _Found] = field(default_factory=dict)
 
-    def add(self, findings: list[Finding], origin: Origin, *, end_ids: set[int]) -> None:
+    def add(self, findings: list[Finding], origin: Origin, *, end_ids: set[int], learns_an_end: bool) -> None:
         """Counts one document."""
         self.end_ids |= end_ids
         self.documents += 1
-        self.ends_learned += bool(end_ids)
+        self.ends_learned += learns_an_end
         for name in findings:
             if name in WARNINGS:
                 found = self.warnings.setdefault(name, _Found())

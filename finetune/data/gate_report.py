@@ -17,6 +17,7 @@ _EXAMPLES = 3
 _WARNING_NAMES: tuple[tuple[str, Finding], ...] = (
     ("BOS", "bos_missing"),
     ("BOS inside", "bos_repeated"),
+    ("generation prompt", "prompt_differs"),
     ("text outside the vocabulary", "unknown_text"),
 )
 assert not {name for _, name in _WARNING_NAMES} & FAULTS.keys()
@@ -53,7 +54,7 @@ def gate_report(
 
 
 def cut_check(ledgers: Sequence[Ledger]) -> list[Check]:
-    """Returns a warning where samples were cut: records are looked at whole, so the other checks do not see it."""
+    """Returns a warning where samples were cut: faults are looked for in whole records, so they do not show it."""
     num_cut = sum(ledger.records_truncated for ledger in ledgers)
     if not num_cut:
         return []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.console import plural
 from finetune.data.cache import DATA_VERSION, CacheKey, FileState, cache_folder, template_digest, tokenizer_digest
 from finetune.data.entry import Tokenized, entry_lock, open_entry, write_entry
-from finetune.data.faults import Fault, FaultList
+from finetune.data.faults import FaultList
 from finetune.data.gate import GateCounts
 from finetune.data.ledger import Ledger, LedgerBuilder
 from finetune.data.over_length import OverLength
@@ -148,6 +148,7 @@ def _tokenize(
         data.over_length,
         data.max_length,
         refuses_unknown_control_tokens=data.unknown_control_tokens == "error",
+        role_order=data.role_order,
         turns=data.turns,
         date=date_of(data),
     )
@@ -222,8 +223,7 @@ class _Collected:
             raise too_long
         if len(self._faults):
             if too_long is not None:
-                origin = self._policy.first_origins[0]
-                self._faults.add(Fault(origin, too_long.message, too_long.remedy, can_be_dropped=False))
+                self._faults.add_groups(too_long.groups)
             raise self._faults.error()
         ledger = self._ledger.finish()
         if ledger.samples == 0:
@@ -249,16 +249,18 @@ class _Collected:
             else:
                 self._faults.add(result.fault)
             return
-        self._counts.add(result.findings, result.origin, end_ids=result.end_ids)
-        for note in result.notes:
-            self._ledger.note(note, result.origin)
         if result.dropped is not None:
             self._ledger.drop(result.origin, num_tokens=result.num_tokens, reason=result.dropped)
             return
+        self._counts.add(result.findings, result.origin, end_ids=result.end_ids, learns_an_end=result.learns_an_end)
+        for note in result.notes:
+            self._ledger.note(note, result.origin)
         supervised = sum(result.supervised)
         self._ledger.keep(result.num_tokens, pieces=result.pieces, supervised=supervised, weighted=result.weighted)
-        for length, supervised in zip(result.pieces, result.supervised, strict=True):
-            self._store.add_entry(length, supervised=supervised, digest=result.digest, origin=result.origin)
+        for length, supervised, labels in zip(result.pieces, result.supervised, result.label_digests, strict=True):
+            self._store.add_entry(
+                length, supervised=supervised, digest=result.digest, label_digest=labels, origin=result.origin
+            )
 
     def _say_progress(self) -> None:
         now = time.monotonic()

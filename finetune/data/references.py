@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.data.chat import Renderer
-from finetune.data.entry import read_attachment, write_attachment
+from finetune.data.entry import Say, read_attachment, write_attachment
 from finetune.data.prepared import PreparedSources
 from finetune.data.reading import open_source
 from finetune.data.store import SampleStore
@@ -27,6 +27,7 @@ def read_references(
     tokenizer: PreTrainedTokenizerBase,
     date: datetime.date | None,
     limit: int,
+    say: Say,
 ) -> list[PromptReference]:
     """Returns the prompts of the first `limit` held-out samples; plain text has none.
 
@@ -38,16 +39,16 @@ def read_references(
         return []
     places = [[held_out.paths.index(origin.path), origin.record] for origin in wanted]
     name = f"references-{hashlib.sha256(json.dumps(places).encode()).hexdigest()[:16]}.json"
-    kept = read_attachment(prepared.key, name) if prepared.key is not None else None
+    kept = read_attachment(prepared.key, name, say=say) if prepared.key is not None else None
     if kept is not None:
         try:
             return [_from_json(value, held_out.paths) for value in kept]
         except (KeyError, TypeError, ValueError, IndexError):
-            kept = None  # damaged: read again and written over
+            say(f"Token cache: {name} is damaged; making it again")
     references = _read(wanted, prepared, Renderer(tokenizer, date=date))
     if prepared.key is not None:
         values = [_to_json(reference, held_out.paths) for reference in references]
-        write_attachment(prepared.key, name, values)
+        write_attachment(prepared.key, name, values, say=say)
     return references
 
 

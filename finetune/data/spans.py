@@ -11,13 +11,13 @@ text that `add_generation_prompt` adds, looked for before the turn's first words
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from finetune.data.load import shorten
-from finetune.data.marks import Alphabet, Found, Mark, Marker, TooManyMarks, alphabet_for
+from finetune.data.marked_turn import MarkedTurn
+from finetune.data.marks import Alphabet, Mark, Marker, TooManyMarks, alphabet_for
 from finetune.data.template import ChatTemplate, Turn, turns_of
 from finetune.data.types import Conversation
 from finetune.errors import DataError
@@ -58,6 +58,8 @@ class TurnSpan:
     is_content_alone: bool
     is_reasoning_dropped: bool
     is_content_dropped: bool
+    has_reasoning_place: bool = False
+    """Of a dropped reasoning: the template shows it where the turn is the last one."""
 
 
 class TurnFinder:
@@ -76,6 +78,7 @@ class TurnFinder:
         self._eos_token = eos_token
         self._prompts: tuple[str, ...] | None = None
         self._turn_end: str | None = None
+        self._shows_last_reasoning: dict[bool, bool] = {}
 
     def find(self, conversation: Conversation, text: str) -> dict[int, TurnSpan | DataError]:
         """Returns the span of each assistant turn of a rendered conversation, or why it has none, by message."""
@@ -93,7 +96,7 @@ class TurnFinder:
             for index in answers:
                 marker = together or self._mark_alone(conversation, turns, text, alphabet, index)
                 try:
-                    spans[index] = span = self._locate(_Turn(conversation, turns, index, marker), text, lower)
+                    spans[index] = span = self._locate(MarkedTurn(conversation, turns, index, marker), text, lower)
                 except DataError as error:
                     spans[index] = error
                 else:
@@ -154,8 +157,8 @@ class TurnFinder:
 
     # One turn
 
-    def _locate(self, turn: _Turn, text: str, lower: int) -> TurnSpan:
-        turn.require_words(text)
+    def _locate(self, turn: MarkedTurn, text: str, lower: int) -> TurnSpan:
+        turn.require_words(text, takes_calls=self._template.takes_calls)
         content = turn.first("content")
         is_shown = turn.first("reasoning") is not None
         has_calls = turn.first("call") is not None
@@ -165,28 +168,33 @@ class TurnFinder:
             start = self._structured_start(turn, text, prompt_end)
         else:
             start = self._plain_start(turn, text, first, lower, prompt_end)
+        is_dropped = not is_shown and turn.has("reasoning")
         return TurnSpan(
             start,
             self._turn_end_after(turn, text),
             prompt_end,
             content.start if content is not None else None,
-            is_content_alone=not (is_shown or has_calls),
-            is_reasoning_dropped=not is_shown and turn.has("reasoning"),
+            is_content_alone=not (is_shown or has_calls or turn.has_think_text),
+            is_reasoning_dropped=is_dropped,
             is_content_dropped=content is None and turn.has("content"),
+            has_reasoning_place=is_dropped and self._has_reasoning_place(is_text=turn.has_think_text),
         )
 
-    def _plain_start(self, turn: _Turn, text: str, first: int, lower: int, prompt_end: int | None) -> int:
+    def _plain_start(self, turn: MarkedTurn, text: str, first: int, lower: int, prompt_end: int | None) -> int:
         """Returns where an answer of content alone begins: at its first character, or at white space before it that
         is its own, or that generation's prompt does not hold, so that the model must produce it."""
         if prompt_end is not None and not text[prompt_end:first].strip():
             return prompt_end
+        at = first if prompt_end is None else prompt_end
+        if self._is_own_think_block(turn, text, at, first):
+            return at
         blank = turn.blank_before_content()
         for size in range(min(len(blank), first - (prompt_end or lower)), 0, -1):
             if text.endswith(blank[-size:], 0, first) and self._keeps_blank(turn, text, size):
                 return first - size
         return first
 
-    def _structured_start(self, turn: _Turn, text: str, prompt_end: int | None) -> int:
+    def _structured_start(self, turn: MarkedTurn, text: str, prompt_end: int | None) -> int:
         """Returns where a turn with reasoning or tool calls begins: after generation's prompt, and after an empty think
         block that stands there for reasoning that the turn has not."""
         if prompt_end is None:
@@ -199,9 +207,57 @@ class TurnFinder:
                 remedy="Set `model.chat_template` to a template whose generation prompt opens the assistant's turn.",
             )
         empty = None if turn.first("reasoning") else _EMPTY_THINK.match(text, prompt_end)
-        return empty.end() if empty is not None else prompt_end
+        if empty is None or self._is_own_think_block(turn, text, prompt_end, empty.end()):
+            return prompt_end
+        return empty.end()
 
-    def _prompt_end(self, turn: _Turn, text: str, lower: int, upper: int) -> int | None:
+    def _is_own_think_block(self, turn: MarkedTurn, text: str, start: int, end: int) -> bool:
+        """Tells whether an empty think block in characters [start, end) comes from the data: without it there, the
+        template writes another text. Generation must produce such a block, so it is learned."""
+        if not turn.has_think_text or _EMPTY_THINK.fullmatch(text, start, end) is None:
+            return False
+        answer = str(turn.turns[turn.index]["content"]).rpartition("</think>")[2].lstrip()
+        turns = [*turn.turns]
+        turns[turn.index] = {**turns[turn.index], "content": answer}
+        try:
+            return self._template.render(turns, tools=turn.conversation.tools, place=turn.place) != text
+        except DataError:
+            return True
+
+    def _has_reasoning_place(self, *, is_text: bool) -> bool:
+        """Tells whether the template shows the reasoning of a last turn, given as `<think>` text or beside it."""
+        if is_text not in self._shows_last_reasoning:
+            apart: Turn = {"role": "assistant", "content": "y", "thinking": "r", "reasoning_content": "r"}
+            inside: Turn = {"role": "assistant", "content": "<think>\nr\n</think>\n\ny"}
+            marker = Marker()
+            text = self._try_render([{"role": "user", "content": "x"}, marker.mark(inside if is_text else apart, 1)])
+            marker.read(text or "")
+            self._shows_last_reasoning[is_text] = any(item.mark.kind == "reasoning" for item in marker.found)
+        return self._shows_last_reasoning[is_text]
+
+    def beside_prompt(self, conversation: Conversation, index: int, text: str, span: TurnSpan) -> str | None:
+        """Compares generation's prompt with the text before a turn's learned words.
+
+        Returns what the template writes after the prompt and before those words, mostly nothing; None where the text
+        does not have the prompt there at all. A template without a fixed prompt has nothing to compare.
+        """
+        if not self._prompts or index == 0:
+            return ""
+        prompt = self._prompts[0]
+        if span.prompt_end is not None and text.endswith(prompt, 0, span.prompt_end):
+            return text[span.prompt_end : span.start]
+        try:
+            rendered = self._template.render(
+                turns_of(conversation)[:index],
+                tools=conversation.tools,
+                place=str(conversation.origin),
+                add_generation_prompt=True,
+            )
+        except DataError:
+            return ""
+        return "" if text.endswith(rendered[-len(prompt) :], 0, span.start) else None
+
+    def _prompt_end(self, turn: MarkedTurn, text: str, lower: int, upper: int) -> int | None:
         """Returns where the generation prompt of a turn ends, which lies between two characters of the text."""
         for prompt in self._prompts or ():
             at = text.rfind(prompt, lower, upper)
@@ -229,7 +285,7 @@ class TurnFinder:
                 return at + len(tail)
         return None
 
-    def _keeps_blank(self, turn: _Turn, text: str, size: int) -> bool:
+    def _keeps_blank(self, turn: MarkedTurn, text: str, size: int) -> bool:
         """Tells whether the template keeps so much of the white space before an answer, by marking it too."""
         content = str(turn.turns[turn.index]["content"])
         start, end = len(turn.blank_before_content()) - size, len(content.rstrip())
@@ -243,7 +299,7 @@ class TurnFinder:
             return False
         return marker.read(rendered) == text
 
-    def _turn_end_after(self, turn: _Turn, text: str) -> int:
+    def _turn_end_after(self, turn: MarkedTurn, text: str) -> int:
         """Returns the end of the special token that ends a turn."""
         last = turn.found[-1]
         if last.mark.kind == "content":
@@ -306,78 +362,6 @@ class TurnFinder:
             return self._template.render(turns, tools=(), place="", add_generation_prompt=add_generation_prompt)
         except DataError:
             return None
-
-
-class _Turn:
-    """One assistant turn, its marks, and those of them that are in the text."""
-
-    def __init__(self, conversation: Conversation, turns: Sequence[Turn], index: int, marker: Marker | None) -> None:
-        """`marker` is None where the template did not take the marks."""
-        self.conversation = conversation
-        self.turns = turns
-        self.index = index
-        self.number = index + 1
-        self.place = str(conversation.origin)
-        if marker is None or index in marker.broken:
-            raise self.changed()
-        self.alphabet = marker.alphabet
-        self.marks_names = marker.marks_names
-        self.marks = [mark for mark in marker.marks if mark.message == index]
-        self.found = [item for item in marker.found if item.mark.message == index]
-
-    def has(self, kind: str) -> bool:
-        return any(mark.kind == kind for mark in self.marks)
-
-    def first(self, kind: str) -> Found | None:
-        return next((item for item in self.found if item.mark.kind == kind), None)
-
-    def blank_before_content(self) -> str:
-        content = str(self.turns[self.index].get("content") or "")
-        return "" if "</think>" in content else content[: len(content) - len(content.lstrip())]
-
-    def changed(self) -> DataError:
-        """The error of a turn whose words do not come out as they went in."""
-        message = self.conversation.messages[self.index]
-        said = message.content or message.extra.get("tool_calls") or ""
-        return DataError(
-            f"the chat template changes or leaves out message {self.number}: {shorten(said)}",
-            place=self.place,
-            remedy="Change the message to what the template keeps, or set `model.chat_template`.",
-        )
-
-    def require_words(self, text: str) -> None:
-        """Raises unless the turn's words stand in the text as they are, tool calls without exception.
-
-        Left out may be reasoning, and content beside tool calls; both are counted.
-        """
-        if not self.marks:
-            raise DataError(
-                f"message {self.number} has no words: no content, reasoning or tool call",
-                place=self.place,
-                remedy="Fill it, or remove it from the record.",
-            )
-        shown = [item.mark for item in self.found]
-        for mark in self.marks:
-            if mark.kind == "call" and mark not in shown:
-                raise DataError(
-                    f"the chat template leaves out tool call {mark.part + 1} of message {self.number}",
-                    place=self.place,
-                    remedy="Split the calls into several turns, each with its answer, or set `model.chat_template`.",
-                )
-        is_content_needed = not self.has("call")
-        if (is_content_needed and self.has("content") and self.first("content") is None) or not self.found:
-            raise self.changed()
-        if self.has("opening") and self.first("opening") is None:
-            raise self.changed()
-        if any(text[item.start : item.end] not in _writings(item.mark) for item in self.found):
-            raise self.changed()
-
-
-def _writings(mark: Mark) -> tuple[str, ...]:
-    """Returns how a marked stretch may stand in the text: as it is, or inside JSON where it is an argument."""
-    if mark.kind != "call":
-        return (mark.body,)
-    return (mark.body, json.dumps(mark.body, ensure_ascii=False)[1:-1], json.dumps(mark.body)[1:-1])
 
 
 def _too_long(message: str, place: str) -> DataError:

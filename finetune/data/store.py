@@ -1,16 +1,17 @@
 """Hold many tokenized samples in a few flat arrays, in memory or mapped from a folder.
 
-    input_ids   int32  [T]     all samples' tokens, one after the other
-    labels      int32  [T]     the same for labels
-    starts      int64  [N]     sample i is input_ids[starts[i]:starts[i] + lengths[i]]
-    lengths     int64  [N]     tokens of each sample
-    supervised  int64  [N]     tokens of each sample that are learned
-    digests     uint64 [N]     hash of the content of the record that the sample came from
-    origins     int64  [N, 2]  index into the table of paths, number of the record
-    weight_runs                where learned tokens have a weight other than 1 in the loss; mostly none
+    input_ids      int32  [T]     all samples' tokens, one after the other
+    labels         int32  [T]     the same for labels
+    starts         int64  [N]     sample i is input_ids[starts[i]:starts[i] + lengths[i]]
+    lengths        int64  [N]     tokens of each sample
+    supervised     int64  [N]     tokens of each sample that are learned
+    digests        uint64 [N]     hash of the content of the record that the sample came from
+    label_digests  uint64 [N]     hash of the sample's own labels: which of its tokens are learned
+    origins        int64  [N, 2]  index into the table of paths, number of the record
+    weight_runs                   where learned tokens have a weight other than 1 in the loss; mostly none
 
 A million samples need no Python object each, and a saved store opens in the time that mapping its files takes.
-A selection of samples shares the tokens and has index arrays of its own: 48 bytes a sample.
+A selection of samples shares the tokens and has index arrays of its own: 56 bytes a sample.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _ARRAYS = {
     "lengths": np.int64,
     "supervised": np.int64,
     "digests": np.uint64,
+    "label_digests": np.uint64,
     "origins": np.int64,
 }
 _WEIGHT_ARRAYS = {"starts": np.int64, "ends": np.int64, "values": np.float32}
@@ -48,9 +50,10 @@ SPILL_TOKENS = 1 << 24
 """Tokens that a builder holds in memory (8 bytes each) before it writes them to a temporary file."""
 
 
-def content_digest(input_ids: NDArray[np.int32]) -> int:
-    """Returns a 64-bit hash of a document's tokens; two of a million different ones agree once in 37 million times."""
-    return int.from_bytes(blake2b(input_ids.tobytes(), digest_size=8).digest(), "little")
+def content_digest(values: NDArray[np.int32]) -> int:
+    """Returns a 64-bit hash of a document's tokens or labels; two of a million different ones agree once in 37 million
+    times."""
+    return int.from_bytes(blake2b(values.tobytes(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,7 @@ class SampleStore:
     lengths: NDArray[np.int64]
     supervised: NDArray[np.int64]
     digests: NDArray[np.uint64]
+    label_digests: NDArray[np.uint64]
     origins: NDArray[np.int64]
     paths: tuple[str, ...]
     max_id: int
@@ -116,7 +120,7 @@ class SampleStore:
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> SampleStore:
         """Returns a store of these samples, in this order; no token is copied or read."""
         chosen = np.asarray(indices, dtype=np.int64)
-        names = ("starts", "lengths", "supervised", "digests", "origins")
+        names = ("starts", "lengths", "supervised", "digests", "label_digests", "origins")
         return replace(self, **{name: np.asarray(getattr(self, name)[chosen]) for name in names})
 
     def with_paths(self, paths: tuple[str, ...]) -> SampleStore:
@@ -193,7 +197,7 @@ def _load_runs(folder: Path, num_runs: int, *, num_tokens: int) -> WeightRuns:
 class StoreBuilder:
     """Collects samples; in memory up to `spill_tokens`, then in nameless temporary files that go with the process.
 
-    Memory grows by 48 bytes a sample; tokens past the limit cost disk, 8 bytes each, in `folder` or where TMPDIR says.
+    Memory grows by 56 bytes a sample; tokens past the limit cost disk, 8 bytes each, in `folder` or where TMPDIR says.
     """
 
     def __init__(self, *, folder: Path | None = None, spill_tokens: int = SPILL_TOKENS) -> None:
@@ -202,7 +206,7 @@ class StoreBuilder:
         self._tokens = {"input_ids": array("i"), "labels": array("i")}
         self._files: dict[str, IO[bytes]] = {}
         self._lengths, self._supervised, self._origins = array("q"), array("q"), array("q")
-        self._digests = array("Q")
+        self._digests, self._label_digests = array("Q"), array("Q")
         self._weights = {"starts": array("q"), "ends": array("q"), "values": array("f")}
         self._num_tokens = 0
         self._max_id = -1
@@ -218,7 +222,13 @@ class StoreBuilder:
         weights = sample.loss_weights
         runs = WeightRuns.none() if weights is None else WeightRuns.of(weights)
         self.add_tokens(sample.input_ids, sample.labels, weight_runs=runs)
-        self.add_entry(len(sample), supervised=sample.num_supervised_tokens, digest=digest, origin=sample.origin)
+        self.add_entry(
+            len(sample),
+            supervised=sample.num_supervised_tokens,
+            digest=digest,
+            label_digest=content_digest(sample.labels),
+            origin=sample.origin,
+        )
 
     def add_tokens(
         self, input_ids: NDArray[np.int32], labels: NDArray[np.int32], *, weight_runs: WeightRuns | None = None
@@ -237,11 +247,12 @@ class StoreBuilder:
         if len(self._tokens["input_ids"]) >= self._spill_tokens:
             self._spill()
 
-    def add_entry(self, length: int, *, supervised: int, digest: int, origin: Origin) -> None:
+    def add_entry(self, length: int, *, supervised: int, digest: int, label_digest: int, origin: Origin) -> None:
         """Appends the next sample's place among the tokens."""
         self._lengths.append(length)
         self._supervised.append(supervised)
         self._digests.append(digest)
+        self._label_digests.append(label_digest)
         self._origins.extend((self.add_path(origin.path), origin.record))
 
     def finish(self) -> SampleStore:
@@ -258,6 +269,7 @@ class StoreBuilder:
             lengths=lengths,
             supervised=np.frombuffer(self._supervised, dtype=np.int64),
             digests=np.frombuffer(self._digests, dtype=np.uint64),
+            label_digests=np.frombuffer(self._label_digests, dtype=np.uint64),
             origins=np.frombuffer(self._origins, dtype=np.int64).reshape(-1, 2),
             paths=tuple(self._paths),
             max_id=self._max_id,

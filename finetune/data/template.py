@@ -86,6 +86,8 @@ class ChatTemplate:
         """The date that rendered texts show; None where the template shows none of its own."""
         self._prelude = _clock_macro(self.pinned_date) if self.pinned_date and prints_today(template) else ""
         self._joins_arguments = False
+        self.takes_calls = "tool_calls" in template
+        """Whether the template can write tool calls at all."""
         self.reads_reasoning_apart = "think>" not in template and any(key in template for key in REASONING_KEYS)
         """Whether the template takes an answer's reasoning beside its content only, and knows no `<think>` text."""
 

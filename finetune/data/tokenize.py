@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from finetune.data.ledger import DropReason, LeftAside
 from finetune.data.load import Record, shorten
 from finetune.data.loss_weights import WeightRuns, num_weighted
 from finetune.data.over_length import OverLength, Policy
+from finetune.data.role_order import require_order
 from finetune.data.store import content_digest
 from finetune.data.types import Conversation, Origin, Sample
 from finetune.errors import DataError
@@ -29,9 +30,9 @@ from finetune.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REASONING_LEFT_OUT = (
-    "the chat template leaves reasoning out of learned turns (`data.turns: separate` keeps what it has a place for)"
-)
+REASONING_LEFT_OUT = "the chat template leaves reasoning out of learned turns (`data.turns: separate` keeps it)"
+REASONING_WITHOUT_PLACE = "the chat template leaves reasoning out of learned turns, as it has no place for it"
+WRITTEN_AFTER_PROMPT = "between generation's prompt and learned answers the chat template writes, not learned, "
 CONTENT_LEFT_OUT = "the chat template leaves out content beside the tool calls of learned turns"
 
 _BATCH_RECORDS = 128
@@ -63,10 +64,13 @@ class Result:
     weighted: int = 0
     """Learned tokens of all pieces with a weight other than 1."""
     digest: int = 0
+    label_digests: list[int] = field(default_factory=list)
+    """Of each piece."""
     dropped: DropReason | None = None
     fault: Fault | None = None
     findings: list[Finding] = field(default_factory=list)
     end_ids: set[int] = field(default_factory=set)
+    learns_an_end: bool = False
     notes: list[LeftAside] = field(default_factory=list)
 
 
@@ -90,6 +94,7 @@ class Settings:
     over_length: Policy
     max_length: int
     refuses_unknown_control_tokens: bool
+    role_order: Literal["strict", "any"] = "strict"
     turns: Turns = "together"
     date: datetime.date | None = None
     """The date that a template which prints today's date writes."""
@@ -136,6 +141,8 @@ class BatchTokenizer:
         """
         assert batch.format is not None, "a record without a format is a fault"
         conversation = convert(record, format=batch.format, origin=result.origin)
+        if self._settings.role_order == "strict":
+            require_order(conversation)
         if conversation.unused_keys:
             result.notes.append(LeftAside(unused_line(conversation.unused_keys)))
         if conversation.calls_undefined_tools:
@@ -146,11 +153,17 @@ class BatchTokenizer:
                 return []
         samples = self._rendered(conversation, result)
         self._look(samples, conversation, record, result)
-        return [] if result.fault is not None else _cut(samples, conversation, policy, result)
+        if result.fault is not None:
+            return []
+        pieces = _cut(samples, conversation, policy, result)
+        result.learns_an_end = self._gate.learns_an_end(pieces)
+        return pieces
 
     def _look(self, samples: list[Sample], conversation: Conversation, record: Record, result: Result) -> None:
         """Passes the samples of a record through the gate; what it finds goes into the result."""
         result.findings, result.end_ids = self._gate.look(samples, conversation=conversation)
+        if None in self._renderer.beside_prompt:
+            result.findings.append("prompt_differs")
         for name in result.findings:
             if name in FAULTS and result.fault is None:
                 message, remedy = FAULTS[name]
@@ -160,8 +173,13 @@ class BatchTokenizer:
         """Renders a conversation and notes what its template left out of it."""
         samples = self._renderer.render_all(conversation, loss_on=self._settings.loss_on, turns=self._settings.turns)
         left_out = self._renderer.left_out
-        if left_out.reasoning_turns:
-            result.notes.append(LeftAside(REASONING_LEFT_OUT, left_out.reasoning_turns))
+        helped = left_out.reasoning_turns_with_place if self._settings.turns == "together" else 0
+        if helped:
+            result.notes.append(LeftAside(REASONING_LEFT_OUT, helped))
+        if left_out.reasoning_turns > helped:
+            result.notes.append(LeftAside(REASONING_WITHOUT_PLACE, left_out.reasoning_turns - helped))
+        between = {text for text in self._renderer.beside_prompt if text and text.strip()}
+        result.notes += [LeftAside(f"{WRITTEN_AFTER_PROMPT}{shorten(text)}") for text in sorted(between)]
         if left_out.content_turns:
             result.notes.append(LeftAside(CONTENT_LEFT_OUT, left_out.content_turns))
         return samples
@@ -202,6 +220,7 @@ def _cut(samples: list[Sample], conversation: Conversation, policy: OverLength, 
     result.pieces = [len(piece) for piece in pieces]
     result.supervised = [piece.num_supervised_tokens for piece in pieces]
     result.weighted = sum(num_weighted(piece.loss_weights) for piece in pieces)
+    result.label_digests = [content_digest(piece.labels) for piece in pieces]
     return pieces
 
 

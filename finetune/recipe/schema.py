@@ -180,6 +180,10 @@ class DataSection(Section):
     malformed: Literal["error", "drop"] = "error"
     """What to do with records that cannot be used: refuse the run, telling all of them by kind, or leave them out,
     counted in the ledger with their places."""
+    role_order: Literal["strict", "any"] = "strict"
+    """Order of the roles in a conversation. `strict` takes a system message first, then questions and answers in turn,
+    with tool calls and their results between; other records are malformed. `any` takes what the chat template takes and
+    does not leave out, such as an answer first or two questions in a row."""
     duplicates: Literal["keep", "drop", "error"] = "keep"
     """What to do with records of the training data that equal an earlier one once rendered. `keep` warns."""
     leakage: Literal["error", "drop", "keep"] = "error"

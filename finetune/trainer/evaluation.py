@@ -29,7 +29,7 @@ class Evaluator:
         self._generator = Generator(
             model=trainer.trained,
             tokenizer=prepared.tokenizer,
-            stop_ids=stop_tokens(prepared.tokenizer, trainer.trained, prepared.dataset.train),
+            stop_ids=stop_tokens(prepared.tokenizer, trainer.trained, prepared.dataset.end_ids),
             pad_token_id=prepared.pad_token_id,
             max_new_tokens=recipe.evaluation.max_new_tokens,
             max_positions=getattr(prepared.model.config.get_text_config(), "max_position_embeddings", None),

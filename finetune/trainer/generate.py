@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -12,13 +12,9 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.store import SampleStore
-
 MAX_BATCH_TOKENS = 16_384
 """Prompt and answer slots of one batch, which bounds the key-value cache."""
 MAX_BATCH_PROMPTS = 64
-SAMPLES_LOOKED_AT = 200
-"""Training samples whose learned tokens are looked at for what ends an answer."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +74,11 @@ class Generator:
         return str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True))
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: nn.Module, train: SampleStore) -> tuple[int, ...]:
-    """Returns the ids that end an answer: the tokenizer's end, the generation config's, and the last special token that
-    is learned in each training sample, which ends its last turn (a base model's own end is often another one)."""
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: nn.Module, end_ids: Iterable[int]) -> tuple[int, ...]:
+    """Returns the ids that end an answer: the tokenizer's end, the generation config's, and those that end the last
+    answers of the data (`Dataset.end_ids`; a base model's own end is often another one)."""
     configured = model.generation_config.eos_token_id  # pyright: ignore[reportAttributeAccessIssue]
-    special = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
-    learned = (train[index].labels for index in range(min(len(train), SAMPLES_LOOKED_AT)))
-    ends = (labels[np.isin(labels, special)] for labels in learned)
-    last = {int(found[-1]) for found in ends if len(found)}
-    ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured]), *last]
+    ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured]), *end_ids]
     return tuple(sorted({token for token in ids if isinstance(token, int)}))
 
 

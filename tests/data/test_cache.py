@@ -219,6 +219,7 @@ def test_a_million_samples_open_at_once(tmp_path: Path) -> None:
         lengths=np.full(num_samples, length, dtype=np.int64),
         supervised=np.full(num_samples, length, dtype=np.int64),
         digests=np.arange(num_samples, dtype=np.uint64),
+        label_digests=np.arange(num_samples, dtype=np.uint64),
         origins=np.zeros((num_samples, 2), dtype=np.int64),
         paths=("a.jsonl",),
         max_id=0,
@@ -310,6 +311,33 @@ def test_file_touched_while_it_is_read_is_fine(chatml: Any, path: Path, monkeypa
     monkeypatch.setattr("finetune.data.prepared._tokenize", touch)
     build(chatml, path)
     assert "hit" in build(chatml, path)[1]
+
+
+def test_references_that_cannot_be_kept_are_told(chatml: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def run() -> Any:
+        data = DataSection.model_validate({"train": [{"path": str(path)}], "eval": {"fraction": 0.5}})
+        return build_dataset(data, tokenizer=chatml, seed=7, say=said.append, max_references=5)
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    build(chatml, path)
+    with monkeypatch.context() as patch:
+        patch.setattr("finetune.data.entry.os.replace", fail)
+        count = len(run().references)
+    assert any("cannot be added to" in line and "No space left" in line for line in said)
+    run()
+    (kept,) = cache_folder().glob("*/references-*.json")
+    kept.write_text("{broken", encoding="utf-8")
+    said.clear()
+    assert len(run().references) == count > 0
+    assert [line for line in said if f"{kept} cannot be read" in line]
+    kept.write_text("[5]", encoding="utf-8")
+    said.clear()
+    assert len(run().references) == count
+    assert [line for line in said if "is damaged" in line]
 
 
 def test_hit_with_references_reads_no_source(chatml: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,7 +254,9 @@ def test_tool_call_that_the_template_does_not_write_is_refused_where_it_would_be
     call = Message("assistant", "", {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]})
     messages = (Message("user", "u"), call, Message("tool", "1"), Message("assistant", "A"))
     conversation = Conversation("chat", ORIGIN, messages)
-    assert "leaves out tool call 1 of message 2" in failure(conversation, chatml).message
+    error = failure(conversation, chatml)
+    assert "this chat template has no place for tool calls, and message 2 calls tools" in error.message
+    assert "`model.chat_template`" in error.remedy
     last = render(conversation, tokenizer=chatml, loss_on="last_assistant")
     assert spans_of(last, chatml) == ["A<|im_end|>"]
     without_text = Conversation("chat", ORIGIN, messages[:2])

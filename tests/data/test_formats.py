@@ -249,13 +249,6 @@ MALFORMED: list[tuple[str, Format, dict[str, Any], str]] = [
         "messages[1].content is empty",
     ),
     ("messages-no-answer", "messages", {"messages": [USER]}, "no assistant turn"),
-    ("messages-late-system", "messages", {"messages": [USER, {"role": "system", "content": "s"}, ANSWER]}, "first"),
-    (
-        "messages-tool",
-        "messages",
-        {"messages": [USER, {"role": "tool", "content": "1"}, ANSWER]},
-        "follows no tool call",
-    ),
     (
         "messages-two-systems",
         "messages",

@@ -97,6 +97,34 @@ def test_pad_equal_to_eos_still_learns_the_end(make_tokenizer: Callable, write_j
         assert tokenizer.eos_token_id in sample.labels.tolist()
 
 
+def end_of_turn(dataset: Dataset) -> str:
+    return next(check for check in dataset.gate.checks if check.name == "end of turn").detail
+
+
+def test_ends_are_counted_after_the_cut(chatml: Any, write_jsonl: Callable) -> None:
+    """The count told of ends that `over_length: truncate` had cut off, and of records that `drop` had left out."""
+    long = [{"instruction": f"r{number}", "output": "x" * 99} for number in range(3)]
+    path = write_jsonl([*questions(4), *long])
+    truncated = build(chatml, path, max_length=64, over_length="truncate")
+    assert end_of_turn(truncated) == "learned in 4 of 7 records"
+    assert chatml.eos_token_id in truncated.end_ids
+    assert end_of_turn(build(chatml, path, max_length=64, over_length="drop")) == "learned in 4 of 4 records"
+
+
+def test_only_the_last_end_of_a_sample_stops_generation(make_tokenizer: Callable, write_jsonl: Callable) -> None:
+    """With `loss_on: all` the end of each turn is learned, and what opens one too."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{{ '<|im_end|>' if loop.last else '[/INST]' }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = make_tokenizer(chat_template=template)
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path = write_jsonl([{"messages": turns * 2}])
+    for loss_on in ("assistant", "all"):
+        assert build(tokenizer, path, loss_on=loss_on).end_ids == (tokenizer.eos_token_id,)
+
+
 def parts_record(weights: list[int], key: str = "weight") -> dict[str, Any]:
     parts = [{"type": "text", "text": f"part {index}.", key: weight} for index, weight in enumerate(weights)]
     return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": parts}]}
@@ -200,7 +228,22 @@ def test_malformed_and_over_long_are_told_together(chatml: Any, write_jsonl: Cal
     path = write_jsonl([*questions(2), {"instruction": "q", "output": ""}, {"instruction": "q", "output": "x" * 99}])
     error = failure(chatml, path, max_length=64)
     assert "output is empty" in error.message
-    assert "longer than `max_length` 64" in error.message
+    assert "1 x a sample is longer than `data.max_length`" in error.message
+
+
+def test_over_long_records_are_counted_beside_other_kinds(chatml: Any, write_jsonl: Callable) -> None:
+    long = [{"instruction": f"q{number}", "output": "x" * (99 + number)} for number in range(5)]
+    path = write_jsonl([{"instruction": "q", "output": ""}, *long])
+    error = failure(chatml, path, max_length=64)
+    assert error.message.startswith("6 records cannot be used:")
+    assert isinstance(error, DataFaults)
+    malformed, too_long = error.as_dict()["faults"]
+    assert malformed["records"] == 1
+    assert (too_long["kind"], too_long["records"]) == ("a sample is longer than `data.max_length`", 5)
+    assert [example["place"] for example in too_long["examples"]] == [f"{path}:{line}" for line in (2, 3, 4)]
+    assert "`data.over_length`" in error.remedy
+    dropped = failure(chatml, path, max_length=64, malformed="drop")
+    assert dropped.message.startswith("5 samples are longer")
 
 
 @pytest.mark.parametrize("token", ["<|start_header_id|>", "<start_of_turn>"])

@@ -14,9 +14,9 @@ from label_templates import SHAPES, call, special_tokenizer
 
 from finetune.data.chat import Renderer
 from finetune.data.collate import RowCollator
+from finetune.data.gate import Gate
 from finetune.data.notes import LeftOut
 from finetune.data.rows import RowTokens
-from finetune.data.store import SampleStore, StoreBuilder
 from finetune.data.types import IGNORE_INDEX, Conversation, Message, Sample
 from finetune.trainer.generate import stop_tokens
 
@@ -25,14 +25,8 @@ def stops(samples: Sequence[Sample], tokenizer: Any) -> set[str]:
     """Returns the tokens at which generation stops after training on the samples, for a model that names none."""
     model = torch.nn.Module()
     model.generation_config = SimpleNamespace(eos_token_id=None)  # type: ignore[assignment]
-    return set(tokenizer.convert_ids_to_tokens(list(stop_tokens(tokenizer, model, store_of(samples)))))
-
-
-def store_of(samples: Sequence[Sample]) -> SampleStore:
-    builder = StoreBuilder()
-    for sample in samples:
-        builder.add(sample)
-    return builder.finish()
+    _, ends = Gate(tokenizer, loss_on="assistant").look(samples, conversation=chat(user("q"), answer("a")))
+    return set(tokenizer.convert_ids_to_tokens(list(stop_tokens(tokenizer, model, ends))))
 
 
 TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},)
@@ -142,7 +136,7 @@ def test_qwen_keeps_reasoning_after_the_last_question_only(qwen: Any) -> None:
     renderer = Renderer(qwen)
     (sample,) = renderer.render_all(conversation, loss_on="assistant", turns="together")
     assert learned_texts(sample, qwen) == ["A<|im_end|>", calling, last]
-    assert renderer.left_out == LeftOut(reasoning_turns=1)
+    assert renderer.left_out == LeftOut(reasoning_turns=1, reasoning_turns_with_place=1)
     samples = renderer.render_all(conversation, loss_on="assistant", turns="separate")
     first = "<think>\nfirst\n</think>\n\nA<|im_end|>"
     assert [learned_texts(sample, qwen) for sample in samples] == [[first], [calling], [last]]

@@ -114,7 +114,11 @@ def test_path_of_nothing(chatml: Any, tmp_path: Path, name: str) -> None:
 
 BAD_ROWS: list[tuple[str, Any, str]] = [
     ("no-assistant", {"messages": MESSAGES["messages"][:1]}, "no assistant turn"),
-    ("late-system", {"messages": [*MESSAGES["messages"], {"role": "system", "content": "s"}]}, "must come first"),
+    (
+        "late-system",
+        {"messages": [*MESSAGES["messages"], {"role": "system", "content": "s"}]},
+        "roles out of order: message 3",
+    ),
     ("tool-first", {"messages": [{"role": "tool", "content": "1"}, *MESSAGES["messages"]]}, "follows no tool call"),
     ("empty-answer", {"messages": [MESSAGES["messages"][0], {"role": "assistant", "content": ""}]}, "content is empty"),
     ("wrong-type", {"messages": [{"role": "user", "content": 5}, MESSAGES["messages"][1]]}, "must be a string"),

@@ -161,7 +161,7 @@ def test_a_million_samples_are_built_and_packed_in_bounded_memory(tmp_path: Path
         builder.add_tokens(ids, ids)
         for number in range(100):
             record = 100 * batch + number
-            builder.add_entry(30, supervised=10, digest=record, origin=Origin("a.jsonl", record))
+            builder.add_entry(30, supervised=10, digest=record, label_digest=record, origin=Origin("a.jsonl", record))
     store = builder.finish()
     is_held_out = hold_out(store, fraction=0.01, seed=7)
     train = store.select(np.flatnonzero(~is_held_out))
@@ -195,6 +195,7 @@ def test_a_million_samples_are_split_in_seconds() -> None:
         lengths=lengths,
         supervised=lengths,
         digests=rng.integers(0, count * 4, size=count, dtype=np.uint64),
+        label_digests=rng.integers(0, count * 4, size=count, dtype=np.uint64),
         origins=np.stack([np.zeros(count, dtype=np.int64), np.arange(count)], axis=1),
         paths=("a.jsonl",),
         max_id=0,

@@ -55,7 +55,7 @@ def list_recipes(is_json: JsonOption = False) -> None:
         for line in wrapped(item.purpose, indent="    "):
             console.line(line)
     console.line()
-    console.line("finetune recipes copy NAME   # takes one, with all that it names, into this folder")
+    console.line("finetune recipes copy NAME  # takes one here, with all that it names")
     console.result({"recipes": [item.as_dict() for item in files]})
 
 
@@ -129,7 +129,7 @@ def init(
 ) -> None:
     """Write a recipe from a look at your data and a few answers.
 
-    Asks on a terminal for what no option gives; elsewhere takes the defaults.
+    Asks on a terminal for what no option gives; elsewhere, and with --json, takes the defaults.
     """
     from finetune.start.init import InitRequest
     from finetune.start.init import init as write_recipe
@@ -173,12 +173,12 @@ def _fraction(value: float | None) -> float | None:
 
 
 def _asker(console: Console) -> Ask | None:
-    """Returns what asks a question on the terminal, or None where stdin is no terminal."""
-    if not sys.stdin.isatty():
+    """Returns what asks a question on the terminal, or None for a program: under `--json`, or without a terminal."""
+    if console.is_json or not sys.stdin.isatty():
         return None
 
     def ask(question: str, default: str | None) -> str:
-        return str(typer.prompt(question, default=default, err=console.is_json)).strip()
+        return str(typer.prompt(question, default=default)).strip()
 
     return ask
 

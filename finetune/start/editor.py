@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from finetune.errors import RecipeError
+from finetune.errors import EnvironmentProblem, RecipeError
 from finetune.recipe.reference import recipe_json_schema, render_json_schema
 from finetune.run.atomic import write_text
 
@@ -44,7 +44,12 @@ def write_schema(path: Path) -> None:
 
     Raises:
         RecipeError: another file has this name.
-        OSError: the file cannot be written.
+        EnvironmentProblem: the file cannot be written.
     """
     require_own_schema(path)
-    write_text(path, render_json_schema())
+    try:
+        write_text(path, render_json_schema())
+    except OSError as error:
+        message = f"the schema cannot be written: {error.strerror or error}"
+        remedy = "Name a folder that is there and that you may write to."
+        raise EnvironmentProblem(message, place=str(path), remedy=remedy) from error

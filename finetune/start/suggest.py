@@ -78,7 +78,7 @@ def suggest(
     return Suggestion(
         quantization=_quantization(card, model, adapter, warnings),
         dtype="auto" if card.has_bf16 or adapter == "none" else "fp16",
-        device="cpu" if card.is_cpu else "cuda",
+        device="cpu" if card.is_cpu else "auto",
         rows_per_step=rows_per_step,
         rows_per_micro_batch=min(rows_per_step, _micro_batch(card, length)),
         max_length=length,

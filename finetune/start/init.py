@@ -17,7 +17,7 @@ from finetune.recipe.schema import TrainingSection
 from finetune.run.atomic import write_text
 from finetune.start.card import parse_card
 from finetune.start.editor import SCHEMA_NAME, require_own_schema, schema_line, write_schema
-from finetune.start.look import MAX_ROWS, Look, Unmapped, look_at
+from finetune.start.look import MAX_ROWS, Look, Unmapped, look_at, require_roles
 from finetune.start.recipe_text import RecipeValues, render_recipe
 from finetune.start.suggest import Suggestion, model_facts, suggest
 
@@ -150,6 +150,7 @@ def _choice(given: str | None, allowed: Sequence[str], option: str, *, ask: Ask 
 
 
 def _looked(data: str, columns: Mapping[str, str], *, console: Console, ask: Ask | None) -> Look | None:
+    require_roles(columns)
     if is_hub_dataset(data):
         console.note(f"{data} is a dataset of the hub, which is not looked at; `finetune preview` does")
         return None

@@ -75,7 +75,8 @@ def look_at(path: str, *, columns: Mapping[str, str]) -> Look | Unmapped:
         DataError: a file cannot be read, or its first record cannot be used.
         RecipeError: a column is given for a role that does not exist.
     """
-    source = Source(path=path, columns=_columns(columns))
+    require_roles(columns)
+    source = Source(path=path, columns=Columns(**columns) if columns else None)
     look: Look | Unmapped | None = None
     seen = _Seen()
     for origin, record in read_source(source.model_copy(update={"max_rows": MAX_ROWS + 1}), say=lambda _: None):
@@ -88,13 +89,13 @@ def look_at(path: str, *, columns: Mapping[str, str]) -> Look | Unmapped:
     return seen.completed(look)
 
 
-def _columns(columns: Mapping[str, str]) -> Columns | None:
+def require_roles(columns: Mapping[str, str]) -> None:
+    """Raises RecipeError where a column is given for a role that does not exist."""
     for role in columns:
         if role not in ROLES:
             near = difflib.get_close_matches(role, ROLES, n=1)
             remedy = f"Did you mean {near[0]}?" if near else f"Use one of: {', '.join(ROLES)}."
             raise RecipeError(f"`{role}` is no role that a column can play", place="--column", remedy=remedy)
-    return Columns(**columns) if columns else None
 
 
 def _first_look(record: Record | DataError, origin: Origin, columns: Mapping[str, str]) -> Look | Unmapped:

@@ -48,7 +48,7 @@ def shipped_root() -> Path:
         EnvironmentProblem: the installation is without them.
     """
     package = Path(finetune.__file__).resolve().parent
-    for root in (package.parent, package / "shipped"):
+    for root in (package / "shipped", package.parent):
         if (root / "recipes").is_dir() and (root / "configs").is_dir():
             return root
     remedy = "Install the package again, or take recipes/ and configs/ from the repository."

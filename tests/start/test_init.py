@@ -126,6 +126,7 @@ def test_an_answer_that_is_no_column_is_refused() -> None:
         ({"method": "sfd"}, "`sfd` is not allowed"),
         ({"card": "big"}, "`big` is no card"),
         ({"model": "./nowhere"}, "no such folder"),
+        ({"data": "org/data", "columns": {"question": "q"}}, "`question` is no role"),
         ({"output": Path("recipe.json")}, "a recipe is a YAML file"),
     ],
 )

@@ -17,6 +17,8 @@ from typing import Annotated, Protocol, runtime_checkable
 import typer
 
 import finetune
+from finetune.commands import compare, start
+from finetune.commands.options import JsonOption, OverridesArgument, RecipeArgument
 from finetune.console import Console
 from finetune.errors import EnvironmentProblem, ExitCode, FinetuneError, Interrupted, OutOfMemory, RecipeError
 from finetune.process import prepare_process
@@ -25,13 +27,6 @@ from finetune.recipe.schema import Recipe
 
 FAULT_EXIT_CODE = 1
 """Exit code of a fault of the program itself; no class of `errors.py` has it."""
-
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file that describes the run.")]
-OverridesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Values laid over the recipe: training.learning_rate=1e-4"),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, the rest on stderr.")]
 
 app = typer.Typer(
     name="finetune",
@@ -125,6 +120,10 @@ def preview(
     except KeyboardInterrupt as stop:  # Typer would turn this into a bare exit
         raise Interrupted("stopped", remedy="Give the command again.") from stop
     console.result(shown.as_dict())
+
+
+compare.register(app)
+start.register(app)
 
 
 def _load(recipe: str, overrides: list[str] | None) -> Recipe:

@@ -117,8 +117,8 @@ def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, starte
     """Gives the run's ending to be filled, and writes status and report of it, also where the run fails."""
     ending = Ending(started)
     run.set_status("running")
-    note_report(run, recipe, prepared, ending)
     try:
+        note_report(run, recipe, prepared, ending)
         yield ending
         ending.status = "done"
     except BaseException as error:
@@ -126,7 +126,7 @@ def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, starte
         ending.message = error.message if isinstance(error, FinetuneError) else type(error).__name__
         try:
             _close(run, recipe, prepared, ending)
-        except OSError as second:  # such as a full disk: the first error is the one to tell
+        except (OSError, FinetuneError) as second:  # such as a full disk: the first error is the one to tell
             error.add_note(f"the report could not be written: {second}")
         raise
     _close(run, recipe, prepared, ending)

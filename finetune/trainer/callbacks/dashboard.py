@@ -114,7 +114,7 @@ def _progress(view: View) -> Table:
     grid.add_column(justify="right", no_wrap=True)
     left = "" if view.seconds_left is None else f"  left {format_clock(view.seconds_left)}"
     text = f"step {view.step:,}/{total:,}  {100 * view.step / total:.0f}%  {format_clock(view.elapsed_seconds)}{left}"
-    grid.add_row(ProgressBar(total=total, completed=view.step), text)
+    grid.add_row(ProgressBar(total=total, completed=view.step, complete_style="cyan", finished_style="green"), text)
     return grid
 
 
@@ -157,8 +157,7 @@ def _sample_lines(sample: Sample | None, inner: int) -> list[Text]:
     width = max(len(name) for name, _ in lines) + 2
     shown = []
     for name, text in lines:
-        line = Text(name.ljust(width), style="dim")
-        line.append(_one_line(text) or "(empty)", style="default")
+        line = Text.assemble((name.ljust(width), "dim"), _one_line(text) or "(empty)")
         line.truncate(inner, overflow="ellipsis")
         shown.append(line)
     return shown

@@ -88,7 +88,8 @@ class ProgressCallback(TrainerCallback):
             return
         # From the end of the first step on: that one compiles and allocates, and tells nothing of the others.
         self._step_times.append((state.global_step, time.monotonic()))
-        self._live.draw()
+        if not control.should_log:  # else the figures of this step are about to come, and are drawn then
+            self._live.draw()
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

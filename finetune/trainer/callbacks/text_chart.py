@@ -81,7 +81,7 @@ def draw_chart(
     labels = {dot((0, tick))[1] // 4: _label(tick) for tick in ticks}
     rows: list[Text] = []
     for row in range(plot_height):
-        text = Text(labels.get(row, "").rjust(_LABEL_WIDTH) + " ", style="dim")
+        text = Text.assemble((labels.get(row, "").rjust(_LABEL_WIDTH) + " ", "dim"))
         for column in range(plot_width):
             if (row, column) in marked:
                 text.append("o" if ascii_only else "\u25cf", style="bold yellow")

@@ -185,6 +185,23 @@ def test_a_new_size_clears_the_screen_and_draws_for_it(
     assert text.count(HIDE) == text.count(SHOW) == 2
 
 
+def test_slow_steps_are_shown_with_their_own_figures(arguments: TrainingArguments) -> None:
+    """The trainer logs after it tells that a step ended; a picture drawn between the two would show the step before."""
+    console, stream = terminal()
+    callback = ProgressCallback(console, is_live=True)
+    state, control = TrainerState(max_steps=9), TrainerControl()
+    callback.on_train_begin(arguments, state, control)
+    for state.global_step in (1, 2):
+        callback._live._drawn = -1e9  # as after a step that took long
+        control.should_log = True
+        callback.on_step_end(arguments, state, control)
+        callback.on_log(arguments, state, control, logs=train_logs(state.global_step))
+    shown = stream.getvalue()
+    callback.close()
+    assert shown.index("step 1/9") < shown.index("2.9900") < shown.index("step 2/9") < shown.index("2.9800")
+    assert shown.count("step 1/9") == shown.count("step 2/9") == 1
+
+
 def test_time_left_is_told_from_the_steps_after_the_first(
     arguments: TrainingArguments,
     monkeypatch: pytest.MonkeyPatch,

@@ -3,6 +3,9 @@
 Text goes to stdout, or to stderr under `--json`, where stdout holds one JSON object and nothing else. Warnings and
 errors always go to stderr. Colour appears on a terminal only, and never under `NO_COLOR`. Nothing is cut, wrapped or
 read as markup, so that paths and messages can be copied and searched for.
+
+On a terminal that shows both streams, warnings go out through the stream of people's text, so that a live view at the
+bottom of the screen stays below them.
 """
 
 from __future__ import annotations
@@ -36,10 +39,12 @@ class Console:
 
     Args:
         is_json: people's text goes to stderr, and `result` may be called once.
+        is_plain: no live view, also on a terminal.
     """
 
-    def __init__(self, *, is_json: bool = False) -> None:
+    def __init__(self, *, is_json: bool = False, is_plain: bool = False) -> None:
         self.is_json = is_json
+        self._is_plain = is_plain
         self._error_stream = _rich_console(is_stderr=True)
         self._stream = self._error_stream if is_json else _rich_console(is_stderr=False)
 
@@ -47,6 +52,15 @@ class Console:
     def is_terminal(self) -> bool:
         """Says whether people's text goes to a terminal."""
         return self._stream.is_terminal
+
+    @property
+    def can_redraw(self) -> bool:
+        """Says whether a live view may be drawn: on a real terminal, unless lines were asked for.
+
+        `TERM=dumb` cannot move its cursor, and who sets `NO_COLOR` or asks for `--json` reads lines.
+        """
+        is_terminal = self._stream.is_interactive and self._stream.file.isatty()
+        return is_terminal and not (self._is_plain or self.is_json or os.environ.get("NO_COLOR"))
 
     @property
     def rich(self) -> rich.console.Console:
@@ -72,7 +86,9 @@ class Console:
 
     def warning(self, text: str) -> None:
         """Prints something that the user may want to change."""
-        _print(self._error_stream, Text.assemble(("warning: ", "bold yellow"), visible(text)))
+        both_on_screen = self._stream.is_terminal and self._error_stream.is_terminal
+        stream = self._stream if both_on_screen else self._error_stream
+        _print(stream, Text.assemble(("warning: ", "bold yellow"), visible(text)))
 
     def error(self, error: FinetuneError) -> None:
         """Prints an error: place and message, then the remedy; several remedies one a line, each behind a dash."""

@@ -17,7 +17,7 @@ from finetune.trainer.build import build_model, build_trainer
 from finetune.trainer.checks import check_weights_are_finite
 from finetune.trainer.evaluation import Evaluator
 from finetune.trainer.prepare import prepare
-from finetune.trainer.summary import closing_report, save_result, show_plan, show_result, show_start
+from finetune.trainer.summary import closing_report, note_report, save_result, show_plan, show_result, show_start
 from finetune.trainer.watch import watch
 
 MAY_DIFFER_ON_RESUME = ("output.save_every_steps", "output.keep_checkpoints", "output.log_every_steps")
@@ -83,6 +83,7 @@ def train(
             trainer = build_trainer(recipe, prepared, model=model, run=run, callbacks=watchers.callbacks)
             evaluator = Evaluator(recipe, prepared, trainer, run)
             ending.before = evaluator.before(checkpoint)
+            note_report(run, recipe, prepared, ending)
             watchers.raise_if_interrupted(trainer)
             show_start(console, prepared, checkpoint)
             trainer.train_from(checkpoint)

@@ -16,6 +16,7 @@ from finetune.run.series import Series, nice_ticks, smooth
 _WIDTH, _HEIGHT = 1000.0, 400.0
 _MAX_BANDS = 80
 _SMOOTH_FROM = 30
+_SPARSE_UP_TO = 3
 
 NumberFormat = Callable[[float], str]
 
@@ -28,7 +29,7 @@ class Curve:
     series: Series
     style: str = "main"
     is_smoothed: bool = False
-    """Draws the exponential mean over a faint line of the values, where these are at least 30 single steps."""
+    """Draws the mean of neighbours over a faint line of the values, where these are at least 30 single steps."""
     has_dots: bool = False
 
 
@@ -99,6 +100,8 @@ def _make_frame(curves: Sequence[Curve], *, from_zero: bool) -> _Frame:
 def _curve_shapes(curve: Curve, frame: _Frame) -> str:
     series = curve.series
     shapes = ""
+    # Between a few points nothing was measured; a thin broken line only leads the eye.
+    sparse = " sparse" if curve.has_dots and len(series) <= _SPARSE_UP_TO else ""
     values: Sequence[float] = series.values
     if series.is_joined:
         upper = list(zip(series.steps, series.high, strict=True))
@@ -107,9 +110,10 @@ def _curve_shapes(curve: Curve, frame: _Frame) -> str:
     elif curve.is_smoothed and len(series) >= _SMOOTH_FROM:
         raw = _path(list(zip(series.steps, values, strict=True)), frame)
         shapes += f'<path class="raw {curve.style}" d="{raw}"/>'
-        values = smooth(values, weight=0.85)
+        values = smooth(values)
     return (
-        shapes + f'<path class="line {curve.style}" d="{_path(list(zip(series.steps, values, strict=True)), frame)}"/>'
+        shapes
+        + f'<path class="line {curve.style}{sparse}" d="{_path(list(zip(series.steps, values, strict=True)), frame)}"/>'
     )
 
 

@@ -4,6 +4,7 @@ run.json            manifest: versions, time, hash of the recipe, status
 recipe.yaml         the resolved recipe
 environment.json    what it ran on
 metrics.jsonl       one line a logged step
+samples.jsonl       answers to held-out prompts over the steps
 checkpoints/        checkpoint-<step>/, each with complete.json when it can be trusted
 adapter/ or model/  the result
 report.json, report.html, curves.png
@@ -53,6 +54,10 @@ class RunFolder:
     @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def samples_path(self) -> Path:
+        return self.path / "samples.jsonl"
 
     @property
     def report_json(self) -> Path:

@@ -94,7 +94,9 @@ def render_value(key: str, value: Any) -> str:
             return "-"
         if all(isinstance(item, Mapping) for item in value):
             return render_rows(value)
-        return escape(", ".join(format_value("", item) for item in value))
+        shown = ", ".join(format_value("", item) for item in value[:_LARGEST_NESTED_ROWS])
+        left_out = len(value) - _LARGEST_NESTED_ROWS
+        return escape(f"{shown} and {left_out:,} more" if left_out > 0 else shown)
     return escape(format_value(key, value))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from finetune.run.answers import render_before_and_after, render_over_steps
 from finetune.run.chart import Curve, render_chart
 from finetune.run.fragments import (
     format_axis,
@@ -22,6 +23,7 @@ from finetune.run.fragments import (
     render_rows,
 )
 from finetune.run.page import render_card, render_cards, render_page, render_section
+from finetune.run.samples import SampleAnswer
 from finetune.run.series import extract_series
 
 _BADGES = {
@@ -34,8 +36,10 @@ _BADGES = {
 _SHARE_SCORES = frozenset({"exact_match", "accuracy", "f1"})
 
 
-def render_html(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the page for a report of `build_report` and the records of its `metrics.jsonl`.
+def render_html(
+    report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], *, answers: Sequence[SampleAnswer] = ()
+) -> str:
+    """Returns the page for a report of `build_report`, the records of its `metrics.jsonl` and of its `samples.jsonl`.
 
     The page needs no other file. It follows the reader's light or dark theme and fits a telephone.
     """
@@ -44,7 +48,8 @@ def render_html(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]])
         (
             _outcome(report, title),
             render_section("Curves", _curves(metrics)),
-            render_section("Answers before and after", _samples(report.get("samples") or ())),
+            render_section("Answers before and after", render_before_and_after(report.get("samples") or ())),
+            render_section("Answers over the steps", render_over_steps(_news(report, answers))),
             render_section(
                 "What is trained",
                 render_cards(render_card(render_pairs(report["trained"]))) if report.get("trained") else "",
@@ -116,14 +121,15 @@ def _score_hero(name: str, score: Mapping[str, Any]) -> str:
 
 
 def _hero(name: str, before: str | None, after: str | None, *, note: str, meter: str = "") -> str:
-    was = (
-        f'<span class="before">{escape(before)}</span><span class="arrow" aria-label="to">&rarr;</span>'
-        if before
-        else ""
-    )
+    was = ""
+    if before and after:
+        was = f'<span class="before">{escape(before)}</span><span class="arrow" aria-label="to">&rarr;</span>'
+    elif before:
+        note = f"before training, {note}"
     return (
         f'<div class="card hero"><div class="name"><span>{escape(name)}</span></div><div class="change">{was}'
-        f'<span class="after">{escape(after or "-")}</span></div>{meter}<p class="note">{escape(note)}</p></div>'
+        f'<span class="after">{escape(after or before or "-")}</span></div>{meter}'
+        f'<p class="note">{escape(note)}</p></div>'
     )
 
 
@@ -157,50 +163,38 @@ def _key_facts(report: Mapping[str, Any]) -> str:
 
 def _curves(metrics: Sequence[Mapping[str, Any]]) -> str:
     train = partial(extract_series, metrics, kind="train")
-    training_loss = Curve("training", train(key="loss"), is_smoothed=True)
-    held_out = Curve("held out", extract_series(metrics, kind="eval", key="eval_loss"), style="second", has_dots=True)
-    memory = train(key="peak_memory_bytes", scale=1 / 1024**3)
+    held_out = extract_series(metrics, kind="eval", key="eval_loss")
+    loss = [
+        Curve("training", train(key="loss"), is_smoothed=True),
+        Curve("held out", held_out, style="second", has_dots=True),
+    ]
+    gib = 1 / 1024**3
+    card = [
+        Curve("peak so far", train(key="peak_memory_bytes", scale=gib)),
+        Curve("after the step", train(key="memory_bytes", scale=gib), style="second"),
+    ]
+    process = [Curve("last", train(key="host_memory_bytes", scale=gib))]
+    rate = [Curve("last", train(key="real_tokens_per_second"), is_smoothed=True)]
+    has_card = any(value for curve in card for value in curve.series.values)
     charts = [
-        render_chart("Loss", [training_loss, held_out], number="{:.4g}".format),
+        render_chart("Loss per learned token", loss, number="{:.4g}".format),
+        render_chart("Real tokens per second", rate, number=format_axis, from_zero=True),
+        render_chart("GPU memory, GiB", card if has_card else [], number="{:.3g}".format, from_zero=True),
+        render_chart("Memory of the process, GiB", process, number="{:.3g}".format, from_zero=True),
         render_chart("Learning rate", [Curve("last", train(key="learning_rate"))], number=format_axis, from_zero=True),
         render_chart("Gradient norm", [Curve("last", train(key="grad_norm"))], number="{:.3g}".format, from_zero=True),
-        render_chart(
-            "Real tokens per second",
-            [Curve("last", train(key="real_tokens_per_second"))],
-            number=format_axis,
-            from_zero=True,
-        ),
     ]
-    if any(memory.values):
-        charts.append(
-            render_chart("Peak GPU memory, GiB", [Curve("last", memory)], number="{:.3g}".format, from_zero=True)
-        )
     drawn = "".join(charts)
     return f'<div class="charts">{drawn}</div>' if drawn else '<p class="soft">Nothing was logged.</p>'
 
 
-def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(_sample(number, sample) for number, sample in enumerate(samples, start=1))
-
-
-def _sample(number: int, sample: Mapping[str, Any]) -> str:
-    reference, after = sample.get("reference"), sample.get("after")
-    is_equal = reference is not None and after is not None and str(reference).strip() == str(after).strip()
-    match = " <span>equals the reference</span>" if is_equal else ""
-    answers = (
-        f"<div><h4>Reference</h4>{_text(reference)}</div><div><h4>Before</h4>{_text(sample.get('before'))}</div>"
-        f"<div{' class=is-after' if is_equal else ''}><h4>After{match}</h4>{_text(after)}</div>"
-    )
-    return (
-        f'<article class="card sample"><div class="prompt"><h4>Prompt {number}</h4>{_text(sample.get("prompt"))}</div>'
-        f'<div class="answers">{answers}</div></article>'
-    )
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return '<p class="soft">not generated</p>'
-    return f'<div class="text" tabindex="0">{escape(str(value))}</div>' if str(value) else '<p class="soft">empty</p>'
+def _news(report: Mapping[str, Any], answers: Sequence[SampleAnswer]) -> Sequence[SampleAnswer]:
+    """Returns the answers where they tell more than those before and after do."""
+    samples = report.get("samples") or ()
+    told = {0} if samples else set[int]()
+    if any(sample.get("after") is not None for sample in samples):
+        told.add((report.get("summary") or {}).get("steps", 0))
+    return answers if {answer.step for answer in answers} - told else ()
 
 
 def _results(report: Mapping[str, Any]) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import DataError
 from finetune.run.atomic import write_text
+from finetune.run.json_lines import read_json_lines
 
 MetricsRecord = dict[str, Any]
 
@@ -47,34 +47,8 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[MetricsRecord]:
-    """Returns the records of a metrics file, in order; a missing file has none.
-
-    A last line without its line end is what a killed run leaves: it is left out where it is not a whole object.
-
-    Raises:
-        DataError: any other line is not a JSON object; the place is file and line.
-    """
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    records: list[MetricsRecord] = []
-    for number, line in enumerate(lines, start=1):
-        is_cut_candidate = number == len(lines)
-        if is_cut_candidate and not line:
-            break
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        elif not is_cut_candidate:
-            raise DataError(
-                f"this line is not a JSON object: {line[:60].decode('utf-8', errors='replace')!r}",
-                place=f"{path}:{number}",
-                remedy="Remove or mend the line; the run's checkpoints and artifacts do not depend on it.",
-            )
-    return records
+    """Returns the records of a metrics file, in order; `read_json_lines` says what a cut line and a wrong one do."""
+    return read_json_lines(path)
 
 
 def _line(record: Mapping[str, object]) -> str:

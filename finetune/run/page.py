@@ -11,6 +11,9 @@ from importlib.resources import files
 
 from finetune.console import visible
 
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""What the browser lets a page do: show its own style, and nothing else; no script runs and nothing is fetched."""
+
 PAGE_START = b'<!doctype html>\n<html lang="en">'
 """How every page begins, by which one is known again."""
 
@@ -24,6 +27,7 @@ def render_page(title: str, body: str, *, footer: str, style: str = "") -> str:
     common = files("finetune.run").joinpath("report.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
         f"<title>{visible(escape(title))} - finetune</title>\n<style>\n{common}{style}</style>\n</head>\n"

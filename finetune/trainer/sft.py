@@ -30,7 +30,7 @@ from finetune.data.loss_weights import SMALLEST_WEIGHT
 from finetune.data.rows import RowDataset
 from finetune.errors import GateStopped
 from finetune.run.checkpoints import checkpoint_step, scan_checkpoints
-from finetune.trainer.meter import Meter, MicroBatchRecord
+from finetune.trainer.meter import Meter, MicroBatchRecord, resident_bytes
 
 METER_FILE = "meter.json"
 HOST_KEYS = ("num_real_tokens", "num_supervised_tokens", "sum_of_weights", "rows")
@@ -258,7 +258,10 @@ class SftTrainer(SFTTrainer):
             "slots": self.meter.slots,
             "real_tokens_per_second": tokens / seconds if seconds else 0.0,
             "step_seconds": seconds / steps,
+            # PyTorch's own counts, which do not wait for the device.
+            "memory_bytes": torch.cuda.memory_allocated() if on_cuda else 0,
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_cuda else 0,
+            "host_memory_bytes": resident_bytes(),
             "elapsed_seconds": self.meter.elapsed_seconds,
         }
         if self._aux_losses:

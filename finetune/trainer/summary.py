@@ -26,6 +26,7 @@ from finetune.run.html import render_html
 from finetune.run.metrics import read_metrics
 from finetune.run.plots import write_curves_png
 from finetune.run.report import ReportInputs, build_report
+from finetune.run.samples import read_samples
 from finetune.trainer.ending import Ending
 from finetune.trainer.prepare import Prepared
 
@@ -117,6 +118,7 @@ def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, starte
     ending = Ending(started)
     run.set_status("running")
     try:
+        note_report(run, recipe, prepared, ending)
         yield ending
         ending.status = "done"
     except BaseException as error:
@@ -124,7 +126,7 @@ def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, starte
         ending.message = error.message if isinstance(error, FinetuneError) else type(error).__name__
         try:
             _close(run, recipe, prepared, ending)
-        except OSError as second:  # such as a full disk: the first error is the one to tell
+        except (OSError, FinetuneError) as second:  # such as a full disk: the first error is the one to tell
             error.add_note(f"the report could not be written: {second}")
         raise
     _close(run, recipe, prepared, ending)
@@ -142,19 +144,35 @@ def _status_of(error: BaseException) -> Status:
     return "stopped" if isinstance(error, GateStopped) else "failed"
 
 
+def note_report(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -> None:
+    """Writes report.json of a run that goes on, for `finetune report`: the page of a run need not wait for its end."""
+    write_json(run.report_json, _make_report(run, recipe, prepared, ending, status="running"))
+
+
 def write_report(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -> dict[str, Any]:
     """Writes report.json, report.html and curves.png from what is known now; returns the report."""
-    metrics = read_metrics(run.metrics_path) if run.metrics_path.exists() else []
-    report = build_report(
+    report = _make_report(run, recipe, prepared, ending, status=ending.status)
+    metrics = read_metrics(run.metrics_path)
+    write_json(run.report_json, report)
+    write_text(run.report_html, render_html(report, metrics, answers=read_samples(run.samples_path)))
+    if metrics:
+        write_curves_png(metrics, run.curves_png)
+    return report
+
+
+def _make_report(
+    run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending, *, status: Status
+) -> dict[str, Any]:
+    return build_report(
         ReportInputs(
-            status=ending.status,
+            status=status,
             message=ending.message,
             recipe=recipe.model_dump(mode="json"),
             plan=prepared.plan_dict(),
             trained=prepared.trained_dict(),
             ledgers=prepared.ledgers_dict(),
             environment=_read_environment(run),
-            metrics=metrics,
+            metrics=read_metrics(run.metrics_path),
             samples=prepared.held_out.samples(ending.before, ending.after),
             scores=prepared.held_out.score_table(ending.before, ending.after),
             timings=ending.timings,
@@ -166,11 +184,6 @@ def write_report(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: End
             ],
         )
     )
-    write_json(run.report_json, report)
-    write_text(run.report_html, render_html(report, metrics))
-    if metrics:
-        write_curves_png(metrics, run.curves_png)
-    return report
 
 
 def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from finetune.errors import Interrupted
 from finetune.recipe.schema import Recipe
 from finetune.run.checkpoints import checkpoint_step
 from finetune.run.folder import RunFolder
-from finetune.run.metrics import MetricsWriter
+from finetune.run.metrics import MetricsWriter, read_metrics
+from finetune.run.samples import LatestSample
 from finetune.trainer.callbacks.checkpoints import CheckpointsCallback
 from finetune.trainer.callbacks.first_step import FirstStepCallback
 from finetune.trainer.callbacks.interrupt import InterruptCallback
@@ -58,11 +59,17 @@ def watch(run: RunFolder, recipe: Recipe, checkpoint: Path | None, *, console: C
     interrupt = InterruptCallback(console.note)
     first_step = FirstStepCallback()
     resumed_step = checkpoint_step(checkpoint) if checkpoint else None
-    with (
-        MetricsWriter(run.metrics_path, resumed_step=resumed_step) as metrics,
-        ProgressCallback(console.rich) as progress,
-        interrupt,
-    ):
+    with ExitStack() as stack:
+        metrics = stack.enter_context(MetricsWriter(run.metrics_path, resumed_step=resumed_step))
+        progress = ProgressCallback(
+            console.rich,
+            is_live=console.can_redraw,
+            title=run.path.name,
+            latest_sample=LatestSample(run.samples_path),
+            history=read_metrics(run.metrics_path),
+        )
+        stack.enter_context(progress)
+        stack.enter_context(interrupt)
         callbacks: list[TrainerCallback] = [
             CheckpointsCallback(keep=recipe.output.keep_checkpoints),
             MetricsLogCallback(metrics),

@@ -261,31 +261,44 @@ def test_resumes_bit_equal(folder: Path, tmp_path: Path) -> None:
 
 
 def test_callbacks_change_no_number(folder: Path, tmp_path: Path) -> None:
+    """Dashboard, metrics file, checkpoints and a report made in the middle of the run leave each weight as it is."""
     import io
 
     from rich.console import Console
+    from transformers import TrainerCallback
 
+    from finetune.run.folder import create_run_folder
     from finetune.run.metrics import MetricsWriter, read_metrics
+    from finetune.run.remake import remake_report
+    from finetune.run.samples import LatestSample
     from finetune.trainer.callbacks.checkpoints import CheckpointsCallback
     from finetune.trainer.callbacks.metrics_log import MetricsLogCallback
     from finetune.trainer.callbacks.progress import ProgressCallback
 
-    plain, _ = build(recipe(folder, tmp_path / "plain"))
+    class Reporting(TrainerCallback):
+        def on_log(self, *_: object, **__: object) -> None:
+            reported.append(remake_report(run.path).steps)
+
+    reported: list[int] = []
+
+    adapter = {"type": "lora", "rank": 4, "alpha": 8, "dropout": 0.1}
+    plain, _ = build(recipe(folder, tmp_path / "plain", adapter=adapter))
     plain.train()
-    (tmp_path / "watched").mkdir()
-    with MetricsWriter(tmp_path / "watched" / "metrics.jsonl") as writer:
-        callbacks = [
-            CheckpointsCallback(keep=1),
-            MetricsLogCallback(writer),
-            ProgressCallback(Console(file=io.StringIO())),
-        ]
-        watched, _ = build(recipe(folder, tmp_path / "watched"), callbacks=callbacks)
+    run = create_run_folder(tmp_path / "watched", recipe_text="{}", recipe_hash="", environment={})
+    run.samples_path.write_text(json.dumps({"step": 0, "prompt": "say", "reference": None, "answer": "one"}) + "\n")
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=80, height=24)
+    progress = ProgressCallback(terminal, is_live=True, latest_sample=LatestSample(run.samples_path))
+    with MetricsWriter(run.metrics_path) as writer, progress:
+        callbacks = [CheckpointsCallback(keep=1), MetricsLogCallback(writer), progress, Reporting()]
+        watched, _ = build(recipe(folder, run.path, adapter=adapter), callbacks=callbacks)
         watched.train()
     assert_bitwise_equal(dict(watched.model.state_dict()), dict(plain.model.state_dict()))
-    records = read_metrics(tmp_path / "watched" / "metrics.jsonl")
+    records = read_metrics(run.metrics_path)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert [record["loss"] for record in records] == losses(watched)
-    assert json.dumps(records)
+    assert reported[:4] == [1, 2, 3, 4] and run.report_html.is_file() and "say" in screen.getvalue()
+    assert all(record["host_memory_bytes"] > 2**20 for record in records)
 
 
 def test_training_leaves_another_model_of_the_process_alone(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,120 @@
+"""`finetune report`: the page of a run that is done, goes on, or was killed, from what lies in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.cli import main
+from finetune.errors import DataError, EnvironmentProblem, RecipeError
+from finetune.run.folder import RunFolder, create_run_folder
+from finetune.run.remake import remake_report
+from finetune.run.report import ReportInputs, build_report
+
+RECIPE = "model: {path: base}\noutput: {dir: runs/one}\n"
+
+
+def train_line(step: int) -> str:
+    record: dict[str, Any] = {"kind": "train", "step": step, "loss": 3.0 / step, "elapsed_seconds": 2.0 * step}
+    return json.dumps(record | {"real_tokens_per_second": 1000.0, "peak_memory_bytes": 2**30}) + "\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run that has begun and logged three steps."""
+    run = create_run_folder(tmp_path / "one", recipe_text=RECIPE, recipe_hash="0", environment={"python": "3.12"})
+    inputs = ReportInputs(
+        status="running",
+        recipe={"output": {"dir": "runs/one"}},
+        plan={"total_steps": 9},
+        samples=[{"prompt": "p", "reference": "r", "before": "b", "after": None}],
+        checks=[{"name": "documents", "ok": True, "detail": "compared"}],
+    )
+    run.report_json.write_text(json.dumps(build_report(inputs)))
+    run.metrics_path.write_text("".join(train_line(step) for step in (1, 2, 3)))
+    return run
+
+
+def test_a_running_run_is_shown_as_it_stands_and_stays_untouched(run: RunFolder) -> None:
+    stored = run.report_json.read_bytes()
+    with run.metrics_path.open("a") as stream:
+        stream.write(train_line(4)[:25])
+    run.samples_path.write_text(json.dumps({"step": 3, "prompt": "p", "reference": "r", "answer": "r"}) + '\n{"step"')
+    with run.lock():  # as the training process holds it
+        made = remake_report(run.path)
+    assert (made.status, made.steps, made.total_steps) == ("running", 3, 9)
+    page = run.report_html.read_text()
+    for wanted in ("Running", "Step 3 of 9", "step 3 <b>equal</b>", "compared", "GPU memory, GiB"):
+        assert wanted in page, wanted
+    assert run.curves_png.read_bytes().startswith(b"\x89PNG")
+    assert run.report_json.read_bytes() == stored and run.status == "running"
+    assert not [name for name in os.listdir(run.path) if name.endswith(".tmp")]
+
+
+def test_a_killed_run_without_a_report_is_made_of_its_other_files(run: RunFolder) -> None:
+    run.report_json.unlink()
+    run.metrics_path.unlink()
+    made = remake_report(run.path)
+    assert (made.steps, made.total_steps, made.picture) == (0, None, None)
+    page = run.report_html.read_text()
+    assert "no step is logged yet" in page and "3.12" in page and "path: base" in page
+    assert not run.curves_png.exists()
+
+
+@pytest.mark.parametrize(("status", "word"), [("failed", "Failed"), ("interrupted", "Interrupted"), ("done", "Done")])
+def test_a_run_that_ended_keeps_its_date_and_message(run: RunFolder, status: Any, word: str) -> None:
+    report = json.loads(run.report_json.read_text()) | {"message": "memory ran out", "created": "2020-02-03T04:05:06"}
+    run.report_json.write_text(json.dumps(report | {"status": status}))
+    run.set_status(status)
+    assert remake_report(run.path).status == status
+    page = run.report_html.read_text()
+    assert word in page and "memory ran out" in page and "2020-02-03 04:05:06" in page
+
+
+def test_output_names_the_page_and_leaves_the_run_alone(run: RunFolder, tmp_path: Path) -> None:
+    before = sorted(os.listdir(run.path))
+    made = remake_report(run.path, output=tmp_path / "page.html")
+    assert (made.page, made.picture) == (str(tmp_path / "page.html"), str(tmp_path / "page.png"))
+    assert Path(made.page).is_file() and Path(made.picture).is_file()
+    assert sorted(os.listdir(run.path)) == before
+
+
+def test_what_cannot_be_read_or_written_is_named(run: RunFolder, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no run in this folder"):
+        remake_report(tmp_path)
+    with pytest.raises(EnvironmentProblem) as missing:
+        remake_report(run.path, output=tmp_path / "missing" / "page.html")
+    assert "missing" in missing.value.place
+    run.report_json.write_text("[1]")
+    with pytest.raises(DataError) as damaged:
+        remake_report(run.path)
+    assert damaged.value.place == str(run.report_json)
+
+
+def test_command_prints_where_things_are_or_one_object(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run.path)]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "status   running, step 3 of 9",
+        f"page     {run.report_html}",
+    ]
+    assert main(["report", str(run.path), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["status"] == "running" and made["summary"]["train_loss_last"] == 1.0
+    assert main(["report", str(run.path / "nothing"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"] == "RecipeError"
+
+
+def test_command_needs_no_torch(run: RunFolder) -> None:
+    code = (
+        "import sys; from finetune.cli import main\n"
+        f"main(['report', {str(run.path)!r}])\n"
+        "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]", result.stderr

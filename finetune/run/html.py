@@ -26,6 +26,7 @@ from finetune.run.series import extract_series
 
 _BADGES = {
     "done": ("good", "Done"),
+    "early-stopped": ("good", "Stopped early"),
     "running": ("plain", "Running"),
     "interrupted": ("warn", "Interrupted"),
     "stopped": ("bad", "Stopped"),
@@ -43,7 +44,7 @@ def render_html(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]])
     body = "".join(
         (
             _outcome(report, title),
-            render_section("Curves", _curves(metrics)),
+            render_section("Curves", _curves(metrics) + _spikes(report.get("spikes") or ())),
             render_section("Answers before and after", _samples(report.get("samples") or ())),
             render_section(
                 "What is trained",
@@ -179,6 +180,10 @@ def _curves(metrics: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="charts">{drawn}</div>' if drawn else '<p class="soft">Nothing was logged.</p>'
 
 
+def _spikes(spikes: Sequence[Mapping[str, Any]]) -> str:
+    return render_card(f"<h4>Spikes</h4>{render_rows(spikes)}") if spikes else ""
+
+
 def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
     return "".join(_sample(number, sample) for number, sample in enumerate(samples, start=1))
 
@@ -187,14 +192,22 @@ def _sample(number: int, sample: Mapping[str, Any]) -> str:
     reference, after = sample.get("reference"), sample.get("after")
     is_equal = reference is not None and after is not None and str(reference).strip() == str(after).strip()
     match = " <span>equals the reference</span>" if is_equal else ""
+    shown_reference = "" if reference is None else f"<div><h4>Reference</h4>{_text(reference)}</div>"
     answers = (
-        f"<div><h4>Reference</h4>{_text(reference)}</div><div><h4>Before</h4>{_text(sample.get('before'))}</div>"
+        f"{shown_reference}<div><h4>Before</h4>{_text(sample.get('before'))}</div>"
         f"<div{' class=is-after' if is_equal else ''}><h4>After{match}</h4>{_text(after)}</div>"
     )
     return (
         f'<article class="card sample"><div class="prompt"><h4>Prompt {number}</h4>{_text(sample.get("prompt"))}</div>'
-        f'<div class="answers">{answers}</div></article>'
+        f'<div class="answers">{answers}</div>{_answers_by_step(sample.get("steps") or ())}</article>'
     )
+
+
+def _answers_by_step(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the answers of all steps, folded away; nothing where there are none but before and after."""
+    if len(steps) < 3:
+        return ""
+    return f"<details><summary>{len(steps)} answers by step</summary>{render_rows(steps)}</details>"
 
 
 def _text(value: object) -> str:

@@ -21,7 +21,7 @@ from finetune.commands import compare, start
 from finetune.commands.options import JsonOption, OverridesArgument, RecipeArgument, complete_run
 from finetune.console import Console
 from finetune.errors import EnvironmentProblem, ExitCode, FinetuneError, Interrupted, OutOfMemory, RecipeError
-from finetune.process import prepare_process
+from finetune.process import prepare_process, require_trackers
 from finetune.recipe.load import load_recipe
 from finetune.recipe.schema import Recipe
 
@@ -86,6 +86,7 @@ def train(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does, with its report
     console = Console(is_json=is_json, is_plain=plain)
     loaded = _load(recipe, overrides)
+    require_trackers(loaded.output.trackers)
     try:
         try:
             from finetune.train import train as run_training

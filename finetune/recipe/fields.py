@@ -107,6 +107,9 @@ def _literal_names(option: Annotation) -> tuple[str, ...]:
 def _phrase(option: Annotation) -> str:
     if get_origin(option) is list:
         item = get_args(option)[0]
+        names = [f"`{name}`" for name in _literal_names(item)]
+        if names:
+            return f"a list of {choices(names)}"
         return f"a list of mappings ({_keys(item)})" if _is_section(item) else "a list of text"
     if _is_section(option):
         kinds = choices([f"`{name}`" for name in type_names(option)])

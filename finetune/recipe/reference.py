@@ -89,7 +89,8 @@ def _row(name: str, info: FieldInfo) -> str:
 
 
 def _default(info: FieldInfo) -> str:
-    return f"`{json.dumps(info.get_default(call_default_factory=True))}`".replace('"', "")
+    value = info.get_default(call_default_factory=True)
+    return "its own" if isinstance(value, Section) else f"`{json.dumps(value)}`".replace('"', "")
 
 
 def _section_text(info: FieldInfo) -> str:

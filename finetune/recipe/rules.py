@@ -274,6 +274,46 @@ def evaluation_needs_held_out_data(recipe: Recipe) -> Violation | None:
     return None
 
 
+def early_stopping_needs_evaluations(recipe: Recipe) -> Violation | None:
+    """Early stopping counts the evaluations during training."""
+    if recipe.evaluation.early_stopping is None or recipe.evaluation.every_steps is not None:
+        return None
+    return Violation(
+        keys=("evaluation.early_stopping",),
+        found=recipe.evaluation.early_stopping.model_dump(),
+        allowed="left out without `evaluation.every_steps`",
+        reason="the run is evaluated at its end only, when there is nothing left to stop",
+        remedy="Set `evaluation.every_steps`, or remove `evaluation.early_stopping`.",
+    )
+
+
+def delivering_the_best_needs_evaluations(recipe: Recipe) -> Violation | None:
+    """Without evaluations during training the last weights are the only ones that were measured."""
+    if recipe.output.deliver != "best" or recipe.evaluation.every_steps is not None:
+        return None
+    return Violation(
+        keys=("output.deliver", "evaluation.every_steps"),
+        found=recipe.output.deliver,
+        allowed="`auto` or `last` without `evaluation.every_steps`",
+        reason="the run is evaluated at its end only, so there are no best weights beside the last",
+        remedy="Set `evaluation.every_steps`, or remove `output.deliver`.",
+    )
+
+
+def trackers_are_named_once(recipe: Recipe) -> Violation | None:
+    """A tracker named twice would get every figure twice."""
+    trackers = recipe.output.trackers
+    if len(set(trackers)) == len(trackers):
+        return None
+    return Violation(
+        keys=("output.trackers",),
+        found=list(trackers),
+        allowed="a list without repetitions",
+        reason="a tracker would get every figure twice",
+        remedy="Name each tracker once.",
+    )
+
+
 def metrics_are_known(recipe: Recipe) -> Violation | None:
     """A metric is built in, or a Python file that is there."""
     for index, name in enumerate(recipe.evaluation.metrics):
@@ -337,6 +377,9 @@ RULES: tuple[Rule, ...] = (
     separate_turns_have_turns_to_learn,
     date_is_a_day,
     evaluation_needs_held_out_data,
+    early_stopping_needs_evaluations,
+    delivering_the_best_needs_evaluations,
+    trackers_are_named_once,
     metrics_are_known,
     metric_names_differ,
     columns_have_one_role,

@@ -56,6 +56,9 @@ class LoraAdapter(Section):
     """`all-linear`: every linear layer of attention and MLP, experts included, never the router or the LM head.
     `attention`: the attention projections. A list names modules by the end of their path, such as `q_proj`, or
     expert parameters such as `mlp.experts.gate_up_proj`."""
+    loraplus_ratio: float | None = Field(default=None, ge=1.0, le=1000.0)
+    """LoRA+: the B matrices learn at so many times `training.learning_rate`, the A matrices at the rate itself; none
+    gives both the same."""
 
 
 class NoAdapter(Section):
@@ -198,6 +201,22 @@ class DataSection(Section):
     """Keep the tokenized samples in the user's cache folder, keyed by content, for the next run."""
 
 
+class Watch(Section):
+    """What is watched in the logged losses and gradient norms. Only logged values are read: nothing is fetched for it,
+    and a step counts as one logged step."""
+
+    loss_spike: float | None = Field(default=6.0, gt=0.0)
+    """Warn when a loss lies so many deviations above the median of the last 50. A deviation is 1.48 times the median
+    distance from that median (the standard deviation, for a normal spread), at least 5 % of the median. None: never."""
+    grad_norm_spike: float | None = Field(default=10.0, gt=0.0)
+    """The same for the norm of the gradient."""
+    divergence: float | None = Field(default=1.5, gt=0.0)
+    """Stop the run (exit code 6) when the loss stays so far above the lowest median of 20 losses that it had reached;
+    before the first 20, above the median of those there are. In nats per token. None: never."""
+    divergence_steps: int = Field(default=20, ge=2)
+    """Logged steps in a row that the loss has to stay there."""
+
+
 class TrainingSection(Section):
     """The optimisation: how long, how large a step, how fast."""
 
@@ -230,6 +249,17 @@ class TrainingSection(Section):
     """Coefficient of an MoE's load-balancing loss; none takes the model's own, 0 leaves the loss out."""
     seed: int = Field(default=7, ge=0, le=2**32 - 1)
     """Seed of the data order, the adapters' first values and dropout."""
+    watch: Watch = Watch()
+    """When to warn of a spike, and when to stop a run that diverged."""
+
+
+class EarlyStopping(Section):
+    """When to end a run whose held-out loss no longer falls."""
+
+    patience: int = Field(default=3, ge=1)
+    """Evaluations in a row without an improvement after which the run ends."""
+    min_improvement: float = Field(default=0.0, ge=0.0)
+    """How far the held-out loss has to fall below the lowest before it to count as an improvement."""
 
 
 class EvaluationSection(Section):
@@ -245,9 +275,16 @@ class EvaluationSection(Section):
     metric_rows: int = Field(default=200, ge=1)
     """Held-out samples that are scored, from the first on."""
     samples: int = Field(default=3, ge=0)
-    """Held-out prompts whose answers are shown before and after."""
+    """Held-out prompts whose answers are kept in `samples.jsonl` and shown, beside their reference: before the first
+    step, at each evaluation, and at the end."""
+    prompts: list[Annotated[str, Field(min_length=1)]] = []
+    """Prompts of your own, each the text of a user's message, answered whenever held-out prompts are. They go through
+    the chat template as training data do; without one they are completed as they stand."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer that is generated, in tokens."""
+    early_stopping: EarlyStopping | None = None
+    """End the run when the held-out loss no longer falls, such as `{patience: 3}`; none trains all steps. Needs
+    `evaluation.every_steps`."""
 
 
 class OutputSection(Section):
@@ -261,6 +298,12 @@ class OutputSection(Section):
     """Checkpoints kept; older ones are removed."""
     log_every_steps: int = Field(default=1, ge=1)
     """Steps between two lines of `metrics.jsonl`; metrics are fetched from the device only then."""
+    deliver: Literal["auto", "best", "last"] = "auto"
+    """Which weights are the result in `adapter/` or `model/`: the `last`, or the `best`, those of the lowest held-out
+    loss. `auto` takes the best with `evaluation.early_stopping`, else the last. With `evaluation.every_steps` the best
+    are kept in `best/` in any case; `result.json` names both."""
+    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = []
+    """Experiment trackers that get the metrics too; none starts unless it is named here."""
 
 
 class Recipe(Section):

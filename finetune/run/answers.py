@@ -47,8 +47,9 @@ def _card(number: int, sample: Mapping[str, Any], limit: int) -> str:
     is_equal = _are_equal(reference, after)
     match = " <span>equals the reference</span>" if is_equal else ""
     prompt, before = _text(sample.get("prompt"), limit), _text(sample.get("before"), limit)
+    shown_reference = "" if reference is None else f"<div><h4>Reference</h4>{_text(reference, limit)}</div>"
     answers = (
-        f"<div><h4>Reference</h4>{_text(reference, limit)}</div><div><h4>Before</h4>{before}</div>"
+        f"{shown_reference}<div><h4>Before</h4>{before}</div>"
         f"<div{' class=is-after' if is_equal else ''}><h4>After{match}</h4>{_text(after, limit)}</div>"
     )
     return (

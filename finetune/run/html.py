@@ -28,6 +28,7 @@ from finetune.run.series import extract_series
 
 _BADGES = {
     "done": ("good", "Done"),
+    "early-stopped": ("good", "Stopped early"),
     "running": ("plain", "Running"),
     "interrupted": ("warn", "Interrupted"),
     "stopped": ("bad", "Stopped"),
@@ -47,7 +48,7 @@ def render_html(
     body = "".join(
         (
             _outcome(report, title),
-            render_section("Curves", _curves(metrics)),
+            render_section("Curves", _curves(metrics) + _spikes(report.get("spikes") or ())),
             render_section("Answers before and after", render_before_and_after(report.get("samples") or ())),
             render_section("Answers over the steps", render_over_steps(_news(report, answers))),
             render_section(
@@ -186,6 +187,10 @@ def _curves(metrics: Sequence[Mapping[str, Any]]) -> str:
     ]
     drawn = "".join(charts)
     return f'<div class="charts">{drawn}</div>' if drawn else '<p class="soft">Nothing was logged.</p>'
+
+
+def _spikes(spikes: Sequence[Mapping[str, Any]]) -> str:
+    return render_card(f"<h4>Spikes</h4>{render_rows(spikes)}") if spikes else ""
 
 
 def _news(report: Mapping[str, Any], answers: Sequence[SampleAnswer]) -> Sequence[SampleAnswer]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
-        kept = [] if resumed_step is None else [r for r in read_metrics(path) if r.get("step", 0) <= resumed_step]
-        write_text(path, "".join(_line(record) for record in kept))
+        keep_until(path, -1 if resumed_step is None else resumed_step)
         self._stream = path.open("a", encoding="utf-8", newline="\n")
 
     def write(self, record: Mapping[str, object]) -> None:
@@ -44,6 +43,18 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Removes the records of later steps from a file; a missing one is made, empty."""
+    kept = [record for record in read_metrics(path) if record.get("step", 0) <= step] if step >= 0 else []
+    write_text(path, "".join(_line(record) for record in kept))
+
+
+def append_records(path: Path, records: Sequence[Mapping[str, object]]) -> None:
+    """Appends records to a file of such lines, as `MetricsWriter` does for one that stays open."""
+    with path.open("a", encoding="utf-8", newline="\n") as stream:
+        stream.write("".join(_line(record) for record in records))
 
 
 def read_metrics(path: Path) -> list[MetricsRecord]:

@@ -19,7 +19,7 @@ class ReportInputs:
     """What a report is made of; all values are plain dicts, lists, texts and numbers."""
 
     status: str
-    """Status of the run: running, done, interrupted, failed or stopped."""
+    """Status of the run: running, done, early-stopped, interrupted, failed or stopped."""
     recipe: JsonDict
     plan: JsonDict = field(default_factory=dict)
     """What was to be done: trainable parameters, rows, steps, packing fill. Keys are shown as they are named."""
@@ -31,14 +31,17 @@ class ReportInputs:
     metrics: Sequence[JsonDict] = ()
     """The records of `metrics.jsonl`."""
     samples: Sequence[JsonDict] = ()
-    """`{"prompt", "reference", "before", "after"}`; `before` and `after` may be None."""
+    """`{"prompt", "reference", "before", "after", "steps"}`; `reference`, `before` and `after` may be None; `steps` are
+    the answers during training, `{"step", "answer"}`."""
     scores: Mapping[str, JsonDict] = field(default_factory=dict)
     """`{name: {"before", "after", "rows"}}`; `before` and `after` may be None."""
     timings: JsonDict = field(default_factory=dict)
     """Seconds and rates, such as `seconds_to_first_step`, `total_seconds`, `real_tokens_per_second`."""
     checkpoints: Sequence[JsonDict] = ()
+    result: JsonDict = field(default_factory=dict)
+    """What `result.json` holds: `{"delivered", "path", "best", "last"}`; empty where there is no result."""
     artifacts: Sequence[JsonDict] = ()
-    """What the run made: `{"name", "path", "bytes"}`."""
+    """What the run made: `{"name", "weights", "step", "path", "bytes"}`."""
     checks: Sequence[JsonDict] = ()
     """What the program checked about its own work: `{"name", "ok", "detail"}`; `ok` None means not applicable."""
     message: str = ""
@@ -52,7 +55,13 @@ def build_report(inputs: ReportInputs) -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "status": inputs.status,
         "message": inputs.message,
-        "summary": summarize_metrics(inputs.metrics),
+        "summary": summarize_metrics(inputs.metrics) | _delivered_loss(inputs.result),
+        "result": inputs.result,
+        "spikes": [
+            {key: value for key, value in record.items() if key != "kind"}
+            for record in inputs.metrics
+            if record.get("kind") == "spike"
+        ],
         "scores": inputs.scores,
         "samples": inputs.samples,
         "trained": inputs.trained,
@@ -71,7 +80,8 @@ def build_report(inputs: ReportInputs) -> dict[str, Any]:
 def summarize_metrics(metrics: Sequence[JsonDict]) -> dict[str, Any]:
     """Returns the few numbers that stand for the curves; a number that was never logged is None.
 
-    `eval_loss_before` is the evaluation before the first step, `eval_loss_after` the last one after it.
+    `eval_loss_before` is the evaluation before the first step, `eval_loss_after` the last one after it, or in a report
+    that of the delivered weights.
     """
     train = [record for record in metrics if record.get("kind") == "train"]
     evals = [record for record in metrics if record.get("kind") == "eval"]
@@ -90,6 +100,12 @@ def summarize_metrics(metrics: Sequence[JsonDict]) -> dict[str, Any]:
         "real_tokens_per_second_median": statistics.median(rates) if rates else None,
         "peak_memory_bytes": max(_finite(train, "peak_memory_bytes"), default=None),
     }
+
+
+def _delivered_loss(result: JsonDict) -> dict[str, Any]:
+    """The held-out loss of the result, where it was measured: not always that of the last evaluation."""
+    loss = result[result["delivered"]]["eval_loss"] if result else None
+    return {} if loss is None else {"eval_loss_after": loss}
 
 
 def _finite(records: Sequence[JsonDict], key: str) -> list[float]:

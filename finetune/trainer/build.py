@@ -15,7 +15,7 @@ from trl.trainer.sft_config import SFTConfig
 from finetune.data.collate import RowCollator
 from finetune.model.adapter import add_adapter
 from finetune.model.load import load_model, vocabulary_rows
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import LoraAdapter, Recipe
 from finetune.run.folder import RunFolder
 from finetune.trainer.callbacks.log_on_time import LogOnTimeCallback
 from finetune.trainer.checks import Check, check_documents_are_separate
@@ -23,6 +23,7 @@ from finetune.trainer.ending import Ending
 from finetune.trainer.prepare import Prepared
 from finetune.trainer.schedule import learning_rate_factor
 from finetune.trainer.sft import SftTrainer
+from finetune.trainer.trackers import PROJECT
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw_8bit": "paged_adamw_8bit"}
 
@@ -50,7 +51,12 @@ def build_model(recipe: Recipe, prepared: Prepared, *, say: Callable[[str], None
 
 
 def build_trainer(
-    recipe: Recipe, prepared: Prepared, *, model: nn.Module, run: RunFolder, callbacks: list[TrainerCallback]
+    recipe: Recipe,
+    prepared: Prepared,
+    *,
+    model: nn.Module,
+    run: RunFolder,
+    callbacks: list[TrainerCallback],
 ) -> SftTrainer:
     """Builds the trainer of `model`; its checkpoints, and the batch of a loss that is not finite, go into `run`."""
     row_length = recipe.data.max_length if recipe.data.packing else None
@@ -63,6 +69,7 @@ def build_trainer(
         callbacks=[*callbacks, LogOnTimeCallback()],  # last: it looks at what the others asked for
     )
     trainer.learning_rate_factor = partial(learning_rate_factor, schedule=recipe.training.schedule, plan=prepared.steps)
+    trainer.loraplus_ratio = recipe.adapter.loraplus_ratio if isinstance(recipe.adapter, LoraAdapter) else None
     trainer.remove_callback(PrinterCallback)  # transformers' own progress lines; ours replace them
     return trainer
 
@@ -98,7 +105,9 @@ def _arguments(recipe: Recipe, prepared: Prepared, *, output_dir: Path) -> SFTCo
         logging_strategy="steps",
         logging_steps=output.log_every_steps,
         logging_nan_inf_filter=False,  # a loss that is not finite is to be seen, not averaged away
-        report_to="none",
+        report_to="none",  # trackers come as callbacks of ours, so that their failure does not end the run
+        run_name=output_dir.parent.name,
+        project=PROJECT,
         disable_tqdm=True,
         remove_unused_columns=False,
         packing=False,  # rows come packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -75,6 +76,22 @@ def check_weights_are_finite(model: nn.Module) -> Check:
             remedy="Lower training.learning_rate and train again. No adapter was written.",
         )
     return Check("trained weights are finite", True, f"{len(trained)} tensors")
+
+
+def check_loss_again(loss: float | None, *, expected: float, folder: str) -> Check:
+    """Compares the held-out loss of weights read back from `folder` with the one measured when they were saved.
+
+    Raises:
+        GateStopped: it differs by more than the batch size can explain.
+    """
+    detail = f"held-out loss {loss} of the best weights read back, {expected} when they were saved"
+    if loss is None or not math.isclose(loss, expected, rel_tol=1e-2, abs_tol=1e-4):
+        raise GateStopped(
+            f"the best weights are not what was measured: {detail}",
+            place=folder,
+            remedy="Use the last weights in last/, set output.deliver=last, and please report this.",
+        )
+    return Check("the delivered weights are the ones measured", True, detail)
 
 
 def _last_hidden_states(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

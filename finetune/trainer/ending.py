@@ -25,7 +25,10 @@ class Ending:
     after: Measurement | None = None
     checks: list[Check] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
-    artifacts: list[dict[str, object]] = field(default_factory=list)
+    result: dict[str, Any] = field(default_factory=dict)
+    """What `result.json` holds; empty until there is a result."""
+    stopped_early: str = ""
+    """Why the run ended before all of its steps, where the recipe asked for that."""
     report: dict[str, Any] = field(default_factory=dict)
 
     def note_training(self, meter: Meter, *, first_step_at: float | None) -> None:

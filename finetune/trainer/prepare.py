@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.build import Dataset, build_dataset, plan_rows
+from finetune.data.references import render_prompts
 from finetune.data.rows import RowDataset
 from finetune.data.store import SampleStore
 from finetune.data.types import PromptReference
@@ -42,6 +45,10 @@ class Prepared:
     steps: StepPlan
     held_out: HeldOut
     is_packed: bool
+    keeps_best: bool
+    """Whether there are evaluations during training, of which the best weights are kept."""
+    delivers: Literal["best", "last"]
+    """Which weights are the result."""
 
     def plan_dict(self) -> dict[str, object]:
         """The plan as the report and `--json` show it."""
@@ -60,6 +67,7 @@ class Prepared:
             "eval_samples": len(self.dataset.eval) if self.dataset.eval is not None else 0,
             **self.steps.as_dict(),
             "checkpoint_bytes": self.table.checkpoint_bytes,
+            "delivers": self.delivers,
             "date_in_template": self.dataset.date,
         }
 
@@ -133,9 +141,37 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
         train_rows=train_rows,
         eval_rows=eval_rows,
         steps=plan_steps(recipe.training, num_rows=len(train_rows)),
-        held_out=HeldOut.of(recipe.evaluation, _usable(dataset.references, recipe.data.max_length, say=say)),
+        held_out=HeldOut.of(
+            recipe.evaluation,
+            _usable(dataset.references, recipe.data.max_length, say=say),
+            _own_prompts(recipe, tokenizer, date=dataset.date),
+        ),
+        keeps_best=recipe.evaluation.every_steps is not None,
+        delivers=_delivers(recipe),
         is_packed=recipe.data.packing,
     )
+
+
+def _delivers(recipe: Recipe) -> Literal["best", "last"]:
+    """Which weights are the result: `auto` takes the best of a run that may be stopped for not getting better."""
+    if recipe.output.deliver != "auto":
+        return recipe.output.deliver
+    return "best" if recipe.evaluation.early_stopping is not None else "last"
+
+
+def _own_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, date: str | None) -> list[PromptReference]:
+    """Renders the user's prompts, on the date that the training data are rendered on."""
+    day = None if date is None else datetime.date.fromisoformat(date)
+    prompts = render_prompts(recipe.evaluation.prompts, tokenizer=tokenizer, date=day)
+    for number, prompt in enumerate(prompts, start=1):
+        if len(prompt.prompt_ids) >= recipe.data.max_length:
+            raise RecipeError(
+                f"prompt {number} has {len(prompt.prompt_ids)} tokens, which leaves no room for an answer in a row of "
+                f"{recipe.data.max_length}",
+                place="evaluation.prompts",
+                remedy="Shorten it, or raise data.max_length.",
+            )
+    return prompts
 
 
 def _usable(
@@ -161,8 +197,10 @@ def _require_positions(data: DataSection, plan: ModelPlan) -> None:
 
 
 def _require_room(recipe: Recipe, table: TrainableTable) -> None:
-    """Checkpoints that exist at once (one more than are kept, while an old one goes) and the result."""
-    needed = (recipe.output.keep_checkpoints + 1) * table.checkpoint_bytes + table.trainable_bytes
+    """Checkpoints that exist at once (one more than are kept, while an old one goes), the result, and the best weights
+    (two of them while new ones replace the old)."""
+    num_results = 1 if recipe.evaluation.every_steps is None else 3
+    needed = (recipe.output.keep_checkpoints + 1) * table.checkpoint_bytes + num_results * table.trainable_bytes
     require_disk_space(Path(recipe.output.dir), needed_bytes=needed, purpose="checkpoints and the result")
 
 

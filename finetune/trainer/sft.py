@@ -1,8 +1,8 @@
 """Supervised fine-tuning: a thin subclass of TRL's trainer.
 
 What it changes: rows come packed from our own data layer; the loss is normalised over all supervised tokens of a step,
-each with its weight; evaluation uses the same sum and divisor; real tokens are counted; a loss that is not finite stops
-the run.
+each with its weight; evaluation uses the same sum and divisor and leaves the random state alone; real tokens are
+counted; a loss that is not finite stops the run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from peft import PeftModel
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
@@ -29,8 +30,10 @@ from finetune.data.collate import RowCollator
 from finetune.data.loss_weights import SMALLEST_WEIGHT
 from finetune.data.rows import RowDataset
 from finetune.errors import GateStopped
-from finetune.run.checkpoints import checkpoint_step, scan_checkpoints
+from finetune.run.checkpoints import checkpoint_step, what_is_left
+from finetune.trainer.memory import halved_when_out_of_memory, random_state_kept
 from finetune.trainer.meter import Meter, MicroBatchRecord, resident_bytes
+from finetune.trainer.optimizer import create_loraplus
 
 METER_FILE = "meter.json"
 HOST_KEYS = ("num_real_tokens", "num_supervised_tokens", "sum_of_weights", "rows")
@@ -88,6 +91,8 @@ class SftTrainer(SFTTrainer):
         self._evaluated_step = -1
         self._logged_step = 0
         self.learning_rate_factor: Callable[[int], float] = lambda step: 1.0
+        self.loraplus_ratio: float | None = None
+        self.say: Callable[[str], None] = lambda text: None
         self._skipped_steps = 0
         self._skipped_in_a_row = 0
         self._loss_scale = math.inf
@@ -98,17 +103,44 @@ class SftTrainer(SFTTrainer):
         assert self.model is not None
         return self.model
 
-    def train_from(self, checkpoint: Path | None) -> None:
+    def train_from(self, checkpoint: Path | None, *, is_over: bool = False) -> None:
         """Trains from the beginning, or on from a checkpoint; one that holds the last step is only loaded, since
-        transformers would take a step more before it looks at how many were asked for."""
+        transformers would take a step more before it looks at how many were asked for.
+
+        Args:
+            is_over: the checkpoint is of the step that training was stopped early at.
+        """
         step = checkpoint_step(checkpoint) if checkpoint else None
         if checkpoint is None or step is None:
             self.train()
-        elif step < self.args.max_steps:
+        elif step < self.args.max_steps and not is_over:
             self.train(resume_from_checkpoint=str(checkpoint))
         else:
             self._load_from_checkpoint(str(checkpoint))
             self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+
+    def load_weights(self, folder: Path) -> None:
+        """Takes over the weights that `save_pretrained` wrote into `folder`; the optimizer and the counts stay."""
+        if isinstance(self.trained, PeftModel):
+            super()._load_from_checkpoint(str(folder))
+        else:
+            # transformers (5.17 to 5.24) puts the saved tensors into the model by name and passes over those that do
+            # not fit; a mixture of experts is saved under other names than it has, so its experts would be left out.
+            model: Any = self.trained
+            saved = type(model).from_pretrained(folder, dtype=model.dtype)
+            model.load_state_dict(saved.state_dict())
+        self._evaluated_step = -1
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Makes the optimizer; with a `loraplus_ratio` the B matrices of the adapters get a rate of their own."""
+        if self.loraplus_ratio is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        kind, options = self.get_optimizer_cls_and_kwargs(self.args)
+        optimizer = create_loraplus(
+            self.trained, kind, options, ratio=self.loraplus_ratio, weight_decay=self.args.weight_decay
+        )
+        self.optimizer = optimizer
+        return optimizer
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -214,11 +246,34 @@ class SftTrainer(SFTTrainer):
             self._evaluated, self._evaluated_step = self._compute_held_out_loss(), step
         return self._evaluated
 
-    @torch.no_grad()
     def _compute_held_out_loss(self) -> dict[str, float]:
         started = time.perf_counter()
         was_training = self.trained.training
         self.trained.eval()
+        with random_state_kept(self.args.device):
+            total, num_tokens, sum_of_weights = halved_when_out_of_memory(
+                self._held_out_sum,
+                self.args.per_device_eval_batch_size,
+                say=lambda size: self.say(
+                    f"evaluation ran out of memory with {2 * size} rows a batch; going on with {size}"
+                ),
+            )
+        self.trained.train(was_training)
+        loss = total / (sum_of_weights or 1.0)
+        if not math.isfinite(loss):
+            raise GateStopped(
+                f"the held-out loss is {loss} after step {self.state.global_step}",
+                place=str(self.failure_dir),
+                remedy="Lower training.learning_rate, or use bf16 in place of fp16. "
+                + what_is_left(Path(str(self.args.output_dir))),
+            )
+        return {"loss": loss, "tokens": num_tokens, "seconds": time.perf_counter() - started}
+
+    @torch.no_grad()
+    def _held_out_sum(self, batch_size: int) -> tuple[float, int, float]:
+        """Weighted cross entropy summed over the held-out rows, their supervised tokens, and the sum of the weights;
+        `batch_size` rows at a time."""
+        self.args.per_device_eval_batch_size = batch_size  # also for the evaluations to come
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         num_tokens, sum_of_weights = 0, 0.0
         with self.accelerator.autocast():
@@ -227,15 +282,7 @@ class SftTrainer(SFTTrainer):
                 sum_of_weights += inputs["sum_of_weights"]
                 loss_sum, _ = self._loss_sum(self.trained, self._prepare_inputs(inputs))
                 total += loss_sum
-        self.trained.train(was_training)
-        loss = total.item() / (sum_of_weights or 1.0)
-        if not math.isfinite(loss):
-            raise GateStopped(
-                f"the held-out loss is {loss} after step {self.state.global_step}",
-                place=str(self.failure_dir),
-                remedy=f"Lower training.learning_rate, or use bf16 in place of fp16. {self._what_is_left()}",
-            )
-        return {"loss": loss, "tokens": num_tokens, "seconds": time.perf_counter() - started}
+        return total.item(), num_tokens, sum_of_weights
 
     # --- metrics and checkpoints
 
@@ -246,6 +293,8 @@ class SftTrainer(SFTTrainer):
             logs = logs | self._training_figures()
             if self.args.fp16:
                 logs["skipped_steps"] = self._skipped_steps
+            if self.loraplus_ratio is not None:
+                logs["learning_rate_lora_b"] = logs["learning_rate"] * self.loraplus_ratio
         Trainer.log(self, logs, start_time)
 
     def _training_figures(self) -> dict[str, float]:
@@ -291,7 +340,7 @@ class SftTrainer(SFTTrainer):
             f"the batch (rows {record.rows}) was saved",
             place=str(path),
             remedy="Lower training.learning_rate, look at these rows, or use model.dtype=bf16 in place of fp16. "
-            + self._what_is_left(),
+            + what_is_left(Path(str(self.args.output_dir))),
         )
 
     def _loss_scale_fell(self) -> bool:
@@ -304,12 +353,6 @@ class SftTrainer(SFTTrainer):
             return False
         before, self._loss_scale = self._loss_scale, scaler.get_scale()
         return self._loss_scale < before
-
-    def _what_is_left(self) -> str:
-        """Says which checkpoint a stopped run leaves; each was looked at before it was written."""
-        latest = scan_checkpoints(Path(str(self.args.output_dir))).latest
-        left = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
-        return f"No result was written; {left}."
 
     def _save_failed_batch(self, record: MicroBatchRecord) -> Path:
         """Saves a micro-batch as `failed_batch_step_<n>.npz` (`rows` [R]; the batch's tensors [R, L])."""
@@ -343,7 +386,7 @@ class SftTrainer(SFTTrainer):
         (folder / METER_FILE).write_text(json.dumps(self.meter.state_dict()), encoding="utf-8")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.load_weights(Path(resume_from_checkpoint))
         state = (Path(resume_from_checkpoint) / METER_FILE).read_text(encoding="utf-8")
         self.meter.load_state_dict(json.loads(state))
         self._logged_step = int(Path(resume_from_checkpoint).name.rpartition("-")[2])

@@ -5,16 +5,13 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from peft import PeftModel
-from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from finetune.console import Console, plural
 from finetune.errors import FinetuneError, GateStopped, Interrupted
@@ -28,8 +25,11 @@ from finetune.run.plots import write_curves_png
 from finetune.run.report import ReportInputs, build_report
 from finetune.run.samples import read_samples
 from finetune.trainer.ending import Ending
+from finetune.trainer.evaluation import one_line
 from finetune.trainer.prepare import Prepared
+from finetune.trainer.result import artifacts_of
 
+SAMPLE_CHARACTERS = 160
 FEW_STEPS = 10
 """Runs of fewer steps are warned of: packing turns a small data set into a handful of rows."""
 
@@ -57,6 +57,8 @@ def show_plan(console: Console, prepared: Prepared) -> None:
         f"({plural(steps.micro_batches_per_step, 'micro-batch')} of {steps.rows_per_micro_batch}), "
         f"{steps.warmup_steps} of them warm-up"
     )
+    if prepared.delivers == "best":
+        console.line("result  the weights of the lowest held-out loss; the last ones are kept beside them")
     console.line(
         f"trained {table.num_trainable:,} weights beside {table.num_frozen:,} frozen ones ({table.share:.3%} of all), "
         f"{table.checkpoint_bytes / 2**20:,.1f} MiB a checkpoint"
@@ -89,29 +91,6 @@ def show_start(console: Console, prepared: Prepared, checkpoint: Path | None) ->
     console.line(f"{how}: {what}, {plural(prepared.steps.total_steps, 'step')}")
 
 
-def save_result(
-    run: RunFolder, model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, stop_ids: Sequence[int]
-) -> list[dict[str, object]]:
-    """Saves the adapter as a plain PEFT folder, or the whole model, with the tokenizer; returns what was written.
-
-    A whole model's generation config gets `stop_ids`, the tokens that end an answer: a base model that was trained on
-    chat would otherwise go on after its turn.
-    """
-    if isinstance(model, PeftModel):
-        folder, name = run.adapter_dir, "adapter"
-        # "auto" would look at the hub for the base's vocabulary; embeddings are not trained here.
-        model.save_pretrained(str(folder), save_embedding_layers=False)
-        (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card with nothing filled in
-    else:
-        folder, name = run.model_dir, "model"
-        generation: Any = model.generation_config
-        generation.eos_token_id = list(stop_ids)
-        model.save_pretrained(folder)  # pyright: ignore[reportCallIssue] - a PreTrainedModel
-    tokenizer.save_pretrained(folder)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return [{"name": name, "path": str(folder), "bytes": size}]
-
-
 @contextmanager
 def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, started: float) -> Iterator[Ending]:
     """Gives the run's ending to be filled, and writes status and report of it, also where the run fails."""
@@ -120,7 +99,9 @@ def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, starte
     try:
         note_report(run, recipe, prepared, ending)
         yield ending
-        ending.status = "done"
+        ending.status, ending.message = (
+            ("early-stopped", ending.stopped_early) if ending.stopped_early else ("done", "")
+        )
     except BaseException as error:
         ending.status = _status_of(error)
         ending.message = error.message if isinstance(error, FinetuneError) else type(error).__name__
@@ -173,11 +154,12 @@ def _make_report(
             ledgers=prepared.ledgers_dict(),
             environment=_read_environment(run),
             metrics=read_metrics(run.metrics_path),
-            samples=prepared.held_out.samples(ending.before, ending.after),
+            samples=prepared.held_out.samples(ending.before, ending.after, read_metrics(run.samples_path)),
             scores=prepared.held_out.score_table(ending.before, ending.after),
             timings=ending.timings,
             checkpoints=[{"path": str(path)} for path in run.scan_checkpoints().complete],
-            artifacts=ending.artifacts,
+            result=ending.result,
+            artifacts=artifacts_of(ending.result) if ending.result else [],
             checks=[
                 *prepared.dataset.gate.check_dicts(),
                 *(check.as_dict() for check in ending.checks),
@@ -189,6 +171,8 @@ def _make_report(
 def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> None:
     """Prints scores and samples before and after, where things are and what to type next."""
     summary = report["summary"]
+    if report["message"]:
+        console.line(report["message"], style="bold")
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
         console.line(f"held-out loss {summary['eval_loss_before']:.4f} -> {summary['eval_loss_after']:.4f}")
     for name, score in report["scores"].items():
@@ -198,14 +182,18 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
         )
     for sample in report["samples"]:
         console.line()
-        console.line(f"prompt    {_one_line(sample['prompt'])}")
+        console.line(f"prompt    {one_line(sample['prompt'], limit=SAMPLE_CHARACTERS)}")
         if sample["before"] is not None:
-            console.line(f"before    {_one_line(sample['before'])}")
-        console.line(f"after     {_one_line(sample['after'])}")
-        console.line(f"reference {_one_line(sample['reference'])}")
+            console.line(f"before    {one_line(sample['before'], limit=SAMPLE_CHARACTERS)}")
+        console.line(f"after     {one_line(sample['after'] or '', limit=SAMPLE_CHARACTERS)}")
+        if sample["reference"] is not None:
+            console.line(f"reference {one_line(sample['reference'], limit=SAMPLE_CHARACTERS)}")
     console.line()
     for artifact in report["artifacts"]:
-        console.line(f"{artifact['name']:<10}{_shown(Path(artifact['path']))} ({artifact['bytes'] / 2**20:.1f} MiB)")
+        console.line(
+            f"{artifact['name']:<10}{_shown(Path(artifact['path']))} ({artifact['bytes'] / 2**20:.1f} MiB, "
+            f"{artifact['weights']} weights, step {artifact['step']})"
+        )
     console.line(f"report    {_shown(run.report_html)}")
     console.line(f"metrics   {_shown(run.metrics_path)}")
     command = _command()
@@ -224,11 +212,6 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return str(number)
-
-
-def _one_line(text: str | None, *, limit: int = 160) -> str:
-    flat = " ".join((text or "").split())
-    return flat if len(flat) <= limit else flat[: limit - 3] + "..."
 
 
 def _command() -> str:

@@ -14,6 +14,27 @@ MINIMAL = "model: {path: org/name}\ndata: {train: [{path: a.jsonl}]}\noutput: {d
 
 BROKEN = [
     pytest.param(
+        ["evaluation.early_stopping={patience: 2}"],
+        rules.early_stopping_needs_evaluations,
+        "`evaluation.early_stopping` must be left out without `evaluation.every_steps`",
+        "Set `evaluation.every_steps`",
+        id="early-stopping-without-evaluations",
+    ),
+    pytest.param(
+        ["output.deliver=best"],
+        rules.delivering_the_best_needs_evaluations,
+        '`output.deliver` must be `auto` or `last` without `evaluation.every_steps`, found "best"',
+        "Set `evaluation.every_steps`",
+        id="best-without-evaluations",
+    ),
+    pytest.param(
+        ["output.trackers=[wandb, wandb]"],
+        rules.trackers_are_named_once,
+        "`output.trackers` must be a list without repetitions",
+        "once",
+        id="tracker-twice",
+    ),
+    pytest.param(
         ["model.quantization=nf4", "adapter.type=none"],
         rules.quantized_weights_need_an_adapter,
         '`model.quantization` must be `none` with `adapter.type: none`, found "nf4"',

@@ -217,6 +217,32 @@ def test_a_checkpoint_of_the_last_step_is_loaded_and_not_trained_on(folder: Path
     assert_bitwise_equal(dict(resumed.model.state_dict()), dict(straight.model.state_dict()))
 
 
+def test_a_full_checkpoint_of_a_mixture_of_experts_is_read_back_whole(folder: Path, tmp_path: Path) -> None:
+    """transformers left out the experts, which are saved under other names, and trained on with the base's."""
+    straight, _ = build(recipe(folder, tmp_path / "run", "qwen3_moe", adapter=FULL))
+    straight.train()
+    resumed, _ = build(recipe(folder, tmp_path / "other", "qwen3_moe", adapter=FULL))
+    resumed.train_from(tmp_path / "run" / "checkpoints" / "checkpoint-4")
+    assert_bitwise_equal(dict(resumed.model.state_dict()), dict(straight.model.state_dict()))
+
+
+def test_planned_steps_and_rates_are_those_of_the_packed_rows(folder: Path, tmp_path: Path) -> None:
+    """P33: steps, warm-up and rates follow the rows that packing leaves, and the last step ends the schedule."""
+    training = {"epochs": 2.0, "warmup_fraction": 0.3, "schedule": "linear", "rows_per_step": 4}
+    made = recipe(folder, tmp_path / "run", training=training)
+    made["training"]["max_steps"] = None
+    trainer, prepared = build(made)
+    assert prepared.steps.num_rows < len(prepared.dataset.train)
+    total = 2 * -(-prepared.steps.num_rows // 4)
+    warmup = -(-3 * total // 10)
+    assert (prepared.steps.total_steps, prepared.steps.warmup_steps) == (total, warmup)
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    rising = [0.01 * (step + 1) / (warmup + 1) for step in range(warmup)]
+    falling = [0.01 * (1 - step / (total - warmup)) for step in range(total - warmup)]
+    assert rates == pytest.approx(rising + falling)
+
+
 def test_steps_that_no_regular_log_covers_are_looked_at(folder: Path, tmp_path: Path) -> None:
     """A run that broke in its last steps, between two regular logs, ended as done with a broken adapter."""
     made = recipe(folder, tmp_path / "run", training={"learning_rate": 1e30, "max_grad_norm": 0.0})

@@ -11,6 +11,7 @@ _TRAIN_FIELDS = (
     "epoch",
     "loss",
     "learning_rate",
+    "learning_rate_lora_b",
     "grad_norm",
     "real_tokens",
     "slots",

@@ -3,6 +3,7 @@ and nothing else of the model has changed."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tiny import make_chat_file, make_model_folder, make_recipe
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
 
+from finetune.cli import main
 from finetune.errors import EnvironmentProblem, RecipeError
 from finetune.model.load import vocabulary_rows
 from finetune.model.quantize import keep_training_layout
@@ -305,3 +307,26 @@ def test_a_run_with_all_kinds_resumes_bit_equal(parts: Path, tmp_path: Path) -> 
         ends.append(load_file(tmp_path / name / "checkpoints" / "checkpoint-4" / "adapter_model.safetensors"))
     assert_bitwise_equal(*ends)
     assert not [name for name in ends[0] if "base_layer" in name]
+
+
+def test_the_command_trains_its_own_adapter_on(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the plan's lines to generated answers; keys given beside `continue_from` agree."""
+    monkeypatch.chdir(tmp_path)
+    sections = {"evaluation": {"samples": 1, "max_new_tokens": 4}, "data": {"max_length": 128}}
+    recipe = make_recipe(parts / TIED, parts / "train.jsonl", Path("first"), **sections)
+    recipe["model"] |= NEW
+    recipe["data"]["eval"] = {"fraction": 0.1}
+    recipe["adapter"] |= {"dora": True, "modules_to_save": ["norm"]}
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    assert main(["train", "recipe.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "3 new (ids 259 to 261), for which the embedding grows from 260 to 262 rows" in shown
+    assert "model.embed_tokens (new tokens)" in shown
+    assert main(["train", "recipe.yaml", "output.dir=second", "adapter={continue_from: first/adapter}"]) == 0
+    written = load_recipe("second/recipe.yaml")
+    assert isinstance(written.adapter, LoraAdapter)
+    assert (written.adapter.dora, written.adapter.modules_to_save) == (True, ["norm"])
+    reports = [json.loads(Path(run, "report.json").read_text())["summary"] for run in ("first", "second")]
+    assert reports[1]["eval_loss_before"] == pytest.approx(reports[0]["eval_loss_after"], rel=1e-6)

@@ -97,3 +97,28 @@ def test_the_whole_command_in_nf4(parts: Path, tmp_path: Path) -> None:
     assert records[-1]["loss"] < records[0]["loss"]
     assert records[-1]["peak_memory_bytes"] > 0
     assert json.loads((tmp_path / "run" / "report.json").read_text())["status"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter"),
+    [
+        ({"quantization": "int8"}, {"dora": True}),
+        ({"quantization": "int8", "init": "random"}, {}),
+        ({"quantization": "nf4"}, {"dora": True, "dropout": 0.1}),
+        ({"new_tokens": ["say"], "new_special_tokens": ["<|tool|>"]}, {"rslora": True, "modules_to_save": ["norm"]}),
+        ({"new_tokens": ["say"]}, {"modules_to_save": ["embed_tokens"]}),
+    ],
+    ids=["int8-dora", "int8-random", "nf4-dora", "tokens", "embeddings"],
+)
+def test_the_whole_command_with_each_kind_of_adapter(
+    parts: Path, tmp_path: Path, model: dict[str, object], adapter: dict[str, object]
+) -> None:
+    made = recipe(parts, tmp_path / "run", training={"max_steps": 8})
+    made["model"] |= {"device": "cuda", "dtype": "bf16"} | model
+    made["adapter"] |= adapter
+    made["data"]["eval"] = {"fraction": 0.2}
+    made["evaluation"] = {"samples": 1, "max_new_tokens": 8}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(made), encoding="utf-8")
+    assert main(["train", str(tmp_path / "recipe.yaml")]) == 0
+    records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    assert records[-1]["loss"] < records[0]["loss"]

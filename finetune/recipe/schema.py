@@ -31,18 +31,24 @@ class ModelSection(Section):
     on the device from `training.seed`, for pretraining, tests and benches."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of the weights. `auto` keeps the one that the model's `config.json` names."""
-    quantization: Literal["none", "nf4"] = "none"
-    """`nf4` holds the frozen linear layers in 4 bits (QLoRA) and needs an adapter."""
+    quantization: Literal["none", "nf4", "int8"] = "none"
+    """`nf4` holds the frozen linear layers in 4 bits (QLoRA), `int8` in 8 bits (LLM.int8); both need an adapter."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation. `auto` takes `sdpa`, and `eager` where the architecture has no other."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. `auto` takes a CUDA device when there is one; `cuda` is an error when there is none."""
     chat_template: str | None = None
     """Jinja file (relative to the recipe) used in place of the tokenizer's own chat template."""
+    new_tokens: list[str] = []
+    """Texts that become one token each, such as `<cite>`. Their rows of the embedding and the LM head begin as the mean
+    of all rows and are trained; with an adapter no other row changes. The tokenizer is saved with them."""
+    new_special_tokens: list[str] = []
+    """The same for control tokens that a chat template writes, such as `<|im_end|>`: they can end a turn, and decoding
+    can leave them out."""
 
 
 class LoraAdapter(Section):
-    """Low-rank adapters (LoRA) beside frozen weights."""
+    """Low-rank adapters (LoRA) beside frozen weights; `docs/adapters.md` has an example of each kind."""
 
     type: Literal["lora"] = "lora"
     """Kind of adapter."""
@@ -50,12 +56,24 @@ class LoraAdapter(Section):
     """Rank of each adapter."""
     alpha: float = Field(default=16.0, gt=0)
     """The adapter's output is scaled by `alpha / rank`."""
+    rslora: bool = False
+    """Scale by `alpha / sqrt(rank)` instead (rank-stabilized LoRA), so that a high rank learns as fast as a low one."""
+    dora: bool = False
+    """Train the length of each weight's rows apart from their direction (DoRA). Not for expert parameters."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout on the adapter's input while training."""
+    """Dropout on the adapter's input while training. Not for expert parameters."""
     targets: Literal["all-linear", "attention"] | list[str] = "all-linear"
     """`all-linear`: every linear layer of attention and MLP, experts included, never the router or the LM head.
-    `attention`: the attention projections. A list names modules by the end of their path, such as `q_proj`, or
-    expert parameters such as `mlp.experts.gate_up_proj`."""
+    `attention`: the attention projections. A list names modules by their path or its end, such as `q_proj` or
+    `model.layers.3.self_attn.q_proj`, or expert parameters such as `mlp.experts.gate_up_proj`."""
+    layers: Annotated[list[int], Field(min_length=1)] | None = None
+    """Numbers of the layers that get an adapter, from 0; none means all."""
+    modules_to_save: list[str] = []
+    """Modules that are trained in full and saved with the adapter, named by their path or its end, such as `norm` or
+    `lm_head`. An embedding that is tied to the LM head stays tied: naming either trains the one weight of both."""
+    continue_from: str | None = None
+    """Folder of an earlier PEFT adapter (relative to the recipe) to train on from. The keys of this section are then
+    its own, and need not be given; one that contradicts it is an error."""
     loraplus_ratio: float | None = Field(default=None, ge=1.0, le=1000.0)
     """LoRA+: the B matrices learn at so many times `training.learning_rate`, the A matrices at the rate itself; none
     gives both the same."""

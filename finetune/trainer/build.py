@@ -8,13 +8,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 
 from finetune.data.collate import RowCollator
 from finetune.model.adapter import add_adapter
+from finetune.model.earlier import load_earlier_adapter
 from finetune.model.load import load_model, vocabulary_rows
+from finetune.model.new_tokens import add_rows
 from finetune.recipe.schema import LoraAdapter, Recipe
 from finetune.run.folder import RunFolder
 from finetune.trainer.callbacks.log_on_time import LogOnTimeCallback
@@ -40,10 +43,19 @@ def build_model(recipe: Recipe, prepared: Prepared, *, say: Callable[[str], None
     """
     begun = time.perf_counter()
     base = load_model(prepared.model, seed=recipe.training.seed, say=say)
-    model = add_adapter(base, recipe.adapter, targets=prepared.targets)
+    if prepared.new_tokens is not None:
+        add_rows(base, prepared.new_tokens)
+    model = add_adapter(base, recipe.adapter, targets=prepared.targets, new_tokens=prepared.new_tokens)
+    if isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.continue_from is not None:
+        assert isinstance(model, PeftModel)
+        load_earlier_adapter(model, recipe.adapter.continue_from)
     ending.timings["load_seconds"] = time.perf_counter() - begun
     if recipe.data.packing:
-        ending.checks.append(check_documents_are_separate(model, num_rows=vocabulary_rows(base)))
+        ending.checks.append(
+            check_documents_are_separate(
+                model, num_rows=vocabulary_rows(base), is_int8=recipe.model.quantization == "int8"
+            )
+        )
     else:
         detail = "not packed: one document a row"
         ending.checks.append(Check("packed documents do not see each other", None, detail))

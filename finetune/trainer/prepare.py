@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.build import Dataset, build_dataset, plan_rows
@@ -18,10 +19,13 @@ from finetune.data.rows import RowDataset
 from finetune.data.store import SampleStore
 from finetune.data.types import PromptReference
 from finetune.errors import RecipeError
-from finetune.model.adapter import AdapterTargets, add_adapter, choose_targets
+from finetune.model.adapter import add_adapter
 from finetune.model.config import ModelPlan, plan_model
+from finetune.model.earlier import check_earlier_adapter
 from finetune.model.load import choose_pad_token, vocabulary_rows
+from finetune.model.new_tokens import NewTokens, plan_new_tokens
 from finetune.model.positions import position_limit
+from finetune.model.targets import AdapterTargets, choose_targets
 from finetune.model.tokenizer import load_tokenizer
 from finetune.model.trainable import TrainableTable, trainable_table
 from finetune.recipe.schema import DataSection, LoraAdapter, Recipe
@@ -36,6 +40,7 @@ class Prepared:
 
     model: ModelPlan
     targets: AdapterTargets | None
+    new_tokens: NewTokens | None
     table: TrainableTable
     tokenizer: PreTrainedTokenizerBase
     pad_token_id: int
@@ -59,6 +64,8 @@ class Prepared:
             "device": str(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "attention": self.model.attention,
+            "vocabulary_rows": vocabulary_rows(self.model.skeleton),
+            "new_token_ids": list(self.new_tokens.ids) if self.new_tokens is not None else [],
             "samples": len(self.dataset.train),
             "rows": len(train),
             "row_length_tokens": train.max_length,
@@ -113,10 +120,10 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
     """
     plan = plan_model(recipe.model, packing=recipe.data.packing)
     _require_positions(recipe.data, plan)
-    targets = choose_targets(plan.skeleton, recipe.adapter) if isinstance(recipe.adapter, LoraAdapter) else None
     tokenizer = load_tokenizer(recipe.model)
+    new_tokens = plan_new_tokens(recipe.model, tokenizer, plan.skeleton)
     num_rows = vocabulary_rows(plan.skeleton)
-    table = trainable_table(add_adapter(plan.skeleton, recipe.adapter, targets=targets))
+    targets, table = _plan_trained(recipe, plan, new_tokens, say=say)
     _require_room(recipe, table)
     dataset = build_dataset(
         recipe.data,
@@ -134,6 +141,7 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
     return Prepared(
         model=plan,
         targets=targets,
+        new_tokens=new_tokens,
         table=table,
         tokenizer=tokenizer,
         pad_token_id=choose_pad_token(tokenizer, num_rows=num_rows),
@@ -174,6 +182,32 @@ def _own_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, date: st
     return prompts
 
 
+def _plan_trained(
+    recipe: Recipe, plan: ModelPlan, new_tokens: NewTokens | None, *, say: Callable[[str], None]
+) -> tuple[AdapterTargets | None, TrainableTable]:
+    """Puts the adapter onto the skeleton: returns its targets (None in full fine-tuning) and the table of all that is
+    trained."""
+    adapter = recipe.adapter
+    if not isinstance(adapter, LoraAdapter):
+        return None, trainable_table(plan.skeleton)
+    if adapter.dora and recipe.model.quantization == "int8" and plan.device.type == "cpu":
+        # PEFT 0.21 puts a new int8 weight without its scales in place after each DoRA product on the CPU.
+        raise RecipeError(
+            "adapter.dora is true, but PEFT cannot train DoRA over int8 weights on the CPU",
+            place="adapter.dora",
+            remedy="Set adapter.dora=false, model.quantization=nf4, or train on a CUDA device.",
+        )
+    targets = choose_targets(plan.skeleton, adapter, is_quantized=recipe.model.quantization != "none")
+    skeleton = add_adapter(plan.skeleton, adapter, targets=targets, new_tokens=new_tokens)
+    if adapter.continue_from is not None and isinstance(skeleton, PeftModel):
+        warning = check_earlier_adapter(
+            skeleton, adapter.continue_from, base_path=recipe.model.path, new_tokens=new_tokens
+        )
+        if warning is not None:
+            say(warning)
+    return targets, trainable_table(skeleton)
+
+
 def _usable(
     references: Sequence[PromptReference], max_length: int, *, say: Callable[[str], None]
 ) -> list[PromptReference]:
@@ -200,7 +234,7 @@ def _require_room(recipe: Recipe, table: TrainableTable) -> None:
     """Checkpoints that exist at once (one more than are kept, while an old one goes), the result, and the best weights
     (two of them while new ones replace the old)."""
     num_results = 1 if recipe.evaluation.every_steps is None else 3
-    needed = (recipe.output.keep_checkpoints + 1) * table.checkpoint_bytes + num_results * table.trainable_bytes
+    needed = (recipe.output.keep_checkpoints + 1) * table.checkpoint_bytes + num_results * table.saved_bytes
     require_disk_space(Path(recipe.output.dir), needed_bytes=needed, purpose="checkpoints and the result")
 
 

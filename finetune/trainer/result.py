@@ -77,7 +77,7 @@ class Results:
         model: Any = self._trainer.trained
         with self._trainer.config_as_loaded():
             if isinstance(model, PeftModel):
-                # "auto" would look at the hub for the base's vocabulary; embeddings are not trained here.
+                # "auto" would look at the hub for the base's vocabulary. Trained embeddings are saved in any case.
                 model.save_pretrained(str(folder), save_embedding_layers=False)
                 (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card with nothing filled in
             else:

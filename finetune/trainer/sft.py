@@ -22,7 +22,7 @@ from peft import PeftModel
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -378,6 +378,18 @@ class SftTrainer(SFTTrainer):
         """Saves the model or its adapter, with the config as it was loaded."""
         with self.config_as_loaded():
             super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Saves an adapter without PEFT's look at the base's vocabulary: it would ask the hub, and where new tokens
+        made the embedding longer, add all of it to each checkpoint."""
+        if not isinstance(self.model, PeftModel):
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(output_dir or str(self.args.output_dir))
+        self.model.save_pretrained(str(folder), state_dict=state_dict, save_embedding_layers=False)
+        assert self.processing_class is not None
+        self.processing_class.save_pretrained(folder)
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Writes the checkpoint with our counts beside it; TRL's own adds a model card, which a run folder is not."""

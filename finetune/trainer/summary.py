@@ -46,6 +46,8 @@ def show_plan(console: Console, prepared: Prepared) -> None:
         console.line(f"data    {line}")
     for check in prepared.dataset.gate.warnings:
         console.warning(f"data: {check.line()}")
+    if prepared.new_tokens is not None:
+        console.line(f"tokens  {prepared.new_tokens.line()}")
     console.line(
         f"rows    {len(train):,} of {train.max_length:,} tokens: {train.num_tokens:,} real, {train.fill:.2%} filled, "
         f"{train.num_pad_tokens:,} padding"
@@ -68,13 +70,15 @@ def show_plan(console: Console, prepared: Prepared) -> None:
             f"only {plural(steps.total_steps, 'step')}, too few to learn much: the data make "
             f"{plural(len(train), 'row')}. Lower training.rows_per_step or raise training.epochs."
         )
-    if model.section.quantization == "nf4" and (left := unquantized_bytes(model.skeleton)):
+    if model.section.quantization != "none" and (left := unquantized_bytes(model.skeleton)):
         console.warning(
-            f"nf4 covers linear layers only: the experts' weights stay as they are ({left / 2**30:.2f} GiB)."
+            f"{model.section.quantization} covers linear layers only: the experts' weights stay as they are "
+            f"({left / 2**30:.2f} GiB)."
         )
-    if prepared.targets is None and model.dtype != torch.float32:
+    in_full = "all weights" if prepared.targets is None else ", ".join(prepared.targets.saved[:3])
+    if in_full and model.dtype != torch.float32:
         console.warning(
-            f"all weights are trained in {str(model.dtype).removeprefix('torch.')}, where small updates round away; "
+            f"{in_full}: trained in {str(model.dtype).removeprefix('torch.')}, where small updates round away; "
             "model.dtype=fp32 keeps them, for twice the memory."
         )
     console.table(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,12 @@ from finetune.run.checkpoints import checkpoint_step, what_is_left
 from finetune.trainer.memory import halved_when_out_of_memory, random_state_kept
 from finetune.trainer.meter import Meter, MicroBatchRecord, resident_bytes
 from finetune.trainer.optimizer import create_loraplus
+from finetune.trainer.saved_config import settings_as, training_settings
+from finetune.trainer.skipped_steps import SkippedSteps
 
 METER_FILE = "meter.json"
 HOST_KEYS = ("num_real_tokens", "num_supervised_tokens", "sum_of_weights", "rows")
 MODEL_KEYS = ("input_ids", "labels", "position_ids")
-MAX_SKIPPED_IN_A_ROW = 10
-"""fp16 steps left out in a row before the run is stopped: each halves the loss scale, from 65,536 at first."""
-CHANGED_FOR_TRAINING = ("use_cache", "output_router_logits", "router_aux_loss_coef")
 
 
 class SftTrainer(SFTTrainer):
@@ -66,7 +65,7 @@ class SftTrainer(SFTTrainer):
         callbacks: list[TrainerCallback],
     ) -> None:
         adapters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
-        self._config_as_loaded = _training_settings(model)
+        self._config_as_loaded = training_settings(model)
         super().__init__(
             model=model,  # pyright: ignore[reportArgumentType] - a PeftModel is not a PreTrainedModel to the checker
             args=args,
@@ -93,9 +92,7 @@ class SftTrainer(SFTTrainer):
         self.learning_rate_factor: Callable[[int], float] = lambda step: 1.0
         self.loraplus_ratio: float | None = None
         self.say: Callable[[str], None] = lambda text: None
-        self._skipped_steps = 0
-        self._skipped_in_a_row = 0
-        self._loss_scale = math.inf
+        self._skipped_steps = SkippedSteps()
 
     @property
     def trained(self) -> nn.Module:
@@ -292,7 +289,7 @@ class SftTrainer(SFTTrainer):
             self._stop_unless_finite(logs)
             logs = logs | self._training_figures()
             if self.args.fp16:
-                logs["skipped_steps"] = self._skipped_steps
+                logs["skipped_steps"] = self._skipped_steps.count
             if self.loraplus_ratio is not None:
                 logs["learning_rate_lora_b"] = logs["learning_rate"] * self.loraplus_ratio
         Trainer.log(self, logs, start_time)
@@ -320,17 +317,8 @@ class SftTrainer(SFTTrainer):
 
     def _stop_unless_finite(self, logs: dict[str, float]) -> None:
         grad_norm = logs.get("grad_norm", 0.0)
-        is_finite = math.isfinite(logs["loss"])
-        if is_finite and math.isfinite(grad_norm):
-            self._skipped_in_a_row = 0
-            self._loss_scale_fell()
+        if self._skipped_steps.explain(self.accelerator.scaler, loss=logs["loss"], grad_norm=grad_norm):
             return
-        if is_finite and self._loss_scale_fell():
-            # fp16's loss scale grows until a gradient overflows; that step is left out and the scale halved.
-            self._skipped_steps += 1
-            self._skipped_in_a_row += 1
-            if self._skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
-                return
         record = self.meter.first_not_finite()
         what = "the loss" if record is not None else "the gradient"
         record = record or self.meter.pending[-1]
@@ -343,17 +331,6 @@ class SftTrainer(SFTTrainer):
             + what_is_left(Path(str(self.args.output_dir))),
         )
 
-    def _loss_scale_fell(self) -> bool:
-        """Says whether fp16's loss scale is lower than when it was last asked for: the sign of a step left out.
-
-        accelerate's own flag misses it for fused optimizers, which leave the step out themselves.
-        """
-        scaler = self.accelerator.scaler
-        if scaler is None:
-            return False
-        before, self._loss_scale = self._loss_scale, scaler.get_scale()
-        return self._loss_scale < before
-
     def _save_failed_batch(self, record: MicroBatchRecord) -> Path:
         """Saves a micro-batch as `failed_batch_step_<n>.npz` (`rows` [R]; the batch's tensors [R, L])."""
         batch = self._rows_collator([self.train_dataset[row] for row in record.rows])
@@ -362,17 +339,9 @@ class SftTrainer(SFTTrainer):
         np.savez_compressed(path, allow_pickle=False, rows=np.array(record.rows), **arrays)
         return path
 
-    @contextmanager
-    def config_as_loaded(self) -> Iterator[None]:
-        """Puts the config back as it was loaded while the model is saved: with training's router logits and without
-        a cache, a saved model would fail in a plain batched `generate`, or be slow in it."""
-        config = _text_config(self.trained)
-        in_training = _training_settings(self.trained)
-        _set_all(config, self._config_as_loaded)
-        try:
-            yield
-        finally:
-            _set_all(config, in_training)
+    def config_as_loaded(self) -> AbstractContextManager[None]:
+        """Puts the config back as it was loaded while the model is saved."""
+        return settings_as(self.trained, self._config_as_loaded)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model or its adapter, with the config as it was loaded."""
@@ -402,21 +371,6 @@ class SftTrainer(SFTTrainer):
         state = (Path(resume_from_checkpoint) / METER_FILE).read_text(encoding="utf-8")
         self.meter.load_state_dict(json.loads(state))
         self._logged_step = int(Path(resume_from_checkpoint).name.rpartition("-")[2])
-
-
-def _text_config(model: nn.Module) -> Any:
-    return model.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-
-
-def _training_settings(model: nn.Module) -> dict[str, Any]:
-    """The config's values that TRL and transformers change for training, where the architecture has them."""
-    config = _text_config(model)
-    return {name: getattr(config, name) for name in CHANGED_FOR_TRAINING if hasattr(config, name)}
-
-
-def _set_all(config: Any, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(config, name, value)
 
 
 def _stand_in(rows: RowDataset) -> datasets.Dataset:

@@ -25,10 +25,9 @@ from finetune.model.load import vocabulary_rows
 from finetune.model.quantize import keep_training_layout
 from finetune.recipe.load import load_recipe
 from finetune.recipe.schema import LoraAdapter
-from finetune.run.folder import RunFolder
 from finetune.trainer.prepare import prepare
+from finetune.trainer.result import save_weights
 from finetune.trainer.sft import SftTrainer
-from finetune.trainer.summary import save_result
 
 TIED, UNTIED = "qwen3", "llama"
 LORA = {"type": "lora", "rank": 4, "alpha": 8}
@@ -100,7 +99,7 @@ def train(parts: Path, out: Path, kind: str, model: dict, adapter: dict, **train
 def saved(run: Trained, out: Path) -> Path:
     tokenizer = run.trainer.processing_class
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    save_result(RunFolder(out), run.model, tokenizer, stop_ids=[])
+    save_weights(run.model, out / "adapter", tokenizer=tokenizer, stop_ids=[])
     return out / "adapter"
 
 
@@ -208,7 +207,7 @@ def test_full_fine_tuning_learns_new_tokens(parts: Path, tmp_path: Path, kind: s
     assert torch.equal(model.model.embed_tokens.weight[KNOWN_ROWS:], mean.expand(3, -1))
     trainer.train()
     assert not (model.model.embed_tokens.weight[KNOWN_ROWS : KNOWN_ROWS + 2] == mean).all(1).any()
-    save_result(RunFolder(tmp_path), model, trainer.processing_class, stop_ids=[258])  # pyright: ignore
+    save_weights(model, tmp_path / "model", tokenizer=trainer.processing_class, stop_ids=[258])  # pyright: ignore
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(info.values())
     assert loaded.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "model")) == 262

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
 
 from finetune.run.atomic import write_json
 from finetune.run.best import Best, copy_weights, replace_best, settle_best
@@ -74,18 +75,22 @@ class Results:
         return self._run.adapter_dir if isinstance(self._trainer.trained, PeftModel) else self._run.model_dir
 
     def _save(self, folder: Path) -> None:
-        model: Any = self._trainer.trained
         with self._trainer.config_as_loaded():
-            if isinstance(model, PeftModel):
-                # "auto" would look at the hub for the base's vocabulary. Trained embeddings are saved in any case.
-                model.save_pretrained(str(folder), save_embedding_layers=False)
-                (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card with nothing filled in
-            else:
-                in_training = model.generation_config.eos_token_id
-                model.generation_config.eos_token_id = self._stop_ids
-                model.save_pretrained(folder)
-                model.generation_config.eos_token_id = in_training
-        self._tokenizer.save_pretrained(folder)
+            save_weights(self._trainer.trained, folder, tokenizer=self._tokenizer, stop_ids=self._stop_ids)
+
+
+def save_weights(model: Any, folder: Path, *, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+    """Writes a plain PEFT adapter, or a whole model whose generation config gets `stop_ids`, with the tokenizer."""
+    if isinstance(model, PeftModel):
+        # "auto" would look at the hub for the base's vocabulary. Trained embeddings are saved in any case.
+        model.save_pretrained(str(folder), save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card with nothing filled in
+    else:
+        in_training = model.generation_config.eos_token_id
+        model.generation_config.eos_token_id = list(stop_ids)
+        model.save_pretrained(folder)
+        model.generation_config.eos_token_id = in_training
+    tokenizer.save_pretrained(folder)
 
 
 def artifacts_of(result: dict[str, Any]) -> list[dict[str, object]]:

@@ -1,15 +1,17 @@
 """A plain training loop without TRL, PEFT's trainer or transformers' trainer: the reference for losses and gradients.
 
-It builds full logits, loops over micro-batches, divides by the supervised tokens of the window, clips, steps AdamW.
+It runs each document alone under transformers' own attention, builds full logits, loops over micro-batches, divides by
+the supervised tokens of the window, clips, steps AdamW.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from peft import PeftModel
 from torch import nn
 
 
@@ -38,7 +40,9 @@ def train_plainly(
     warmup: int = 0,
     max_grad_norm: float = 1.0,
 ) -> Trace:
-    """Trains on windows of micro-batches (`input_ids`, `labels`, `position_ids`, each `[R, L]`)."""
+    """Trains on windows of micro-batches (`input_ids`, `labels`, each `[R, L]`, and `packed_metadata`)."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
     trace = Trace([], [])
@@ -49,10 +53,7 @@ def train_plainly(
         num_supervised = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
         step_loss = 0.0
         for batch in window:
-            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-            loss = nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten(), reduction="sum"
-            )
+            loss = torch.stack([_document_loss(model, *document) for document in _documents(batch)]).sum()
             loss = loss / num_supervised
             loss.backward()
             step_loss += loss.item()
@@ -62,3 +63,16 @@ def train_plainly(
         trace.losses.append(step_loss)
         trace.grad_norms.append(float(norm))
     return trace
+
+
+def _documents(batch: dict) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The ids and labels of each document that has a label, `[1, T]`."""
+    lengths = list(batch["packed_metadata"].lengths)
+    for ids, labels in zip(*(batch[key].flatten().split(lengths) for key in ("input_ids", "labels")), strict=True):
+        if (labels != -100).any():
+            yield ids[None], labels[None]
+
+
+def _document_loss(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    return nn.functional.cross_entropy(logits[0, :-1].float(), labels[0, 1:], reduction="sum")

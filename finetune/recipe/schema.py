@@ -33,8 +33,10 @@ class ModelSection(Section):
     """Number format of the weights. `auto` keeps the one that the model's `config.json` names."""
     quantization: Literal["none", "nf4"] = "none"
     """`nf4` holds the frozen linear layers in 4 bits (QLoRA) and needs an adapter."""
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """Attention implementation. `auto` takes `sdpa`, and `eager` where the architecture has no other."""
+    attention: Literal["auto", "flash4", "flash3", "flash2", "varlen", "flex", "sdpa", "segments", "eager"] = "auto"
+    """What computes attention. `auto` takes the fastest that is exact on the device and says which: flash-attn-4 where it
+    is installed, torch's own `varlen`, or on a CPU `sdpa` (a dense mask) and `segments` (one call a document). `eager`
+    is transformers' own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. `auto` takes a CUDA device when there is one; `cuda` is an error when there is none."""
     chat_template: str | None = None
@@ -223,6 +225,14 @@ class EvaluationSection(Section):
     """Longest answer that is generated, in tokens."""
 
 
+class OptimizationsSection(Section):
+    """What makes a run faster or smaller without changing its result. `auto` follows a look at the device."""
+
+    packed_metadata_cache: bool | Literal["auto"] = True
+    """Build the boundaries of packed documents, and the masks made from them, once a batch for all layers and their
+    recompute; `false` rebuilds them in every layer."""
+
+
 class OutputSection(Section):
     """The run folder and what goes into it."""
 
@@ -244,4 +254,5 @@ class Recipe(Section):
     data: DataSection
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
+    optimizations: OptimizationsSection = OptimizationsSection()
     output: OutputSection

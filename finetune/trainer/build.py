@@ -15,6 +15,8 @@ from trl.trainer.sft_config import SFTConfig
 from finetune.data.collate import RowCollator
 from finetune.model.adapter import add_adapter
 from finetune.model.load import load_model, vocabulary_rows
+from finetune.optimizations.apply import apply_attention
+from finetune.optimizations.attention.feed import MetadataFeed
 from finetune.recipe.schema import Recipe
 from finetune.run.folder import RunFolder
 from finetune.trainer.callbacks.log_on_time import LogOnTimeCallback
@@ -39,10 +41,14 @@ def build_model(recipe: Recipe, prepared: Prepared, *, say: Callable[[str], None
     """
     begun = time.perf_counter()
     base = load_model(prepared.model, seed=recipe.training.seed, say=say)
+    checked = apply_attention(base, prepared.attention, dtype=prepared.model.dtype)
+    ending.checks.append(Check("attention equals the reference", checked.ok, checked.reason))
     model = add_adapter(base, recipe.adapter, targets=prepared.targets)
     ending.timings["load_seconds"] = time.perf_counter() - begun
     if recipe.data.packing:
-        ending.checks.append(check_documents_are_separate(model, num_rows=vocabulary_rows(base)))
+        takes_metadata = prepared.attention.backend is not None
+        check = check_documents_are_separate(model, num_rows=vocabulary_rows(base), takes_metadata=takes_metadata)
+        ending.checks.append(check)
     else:
         detail = "not packed: one document a row"
         ending.checks.append(Check("packed documents do not see each other", None, detail))
@@ -63,6 +69,8 @@ def build_trainer(
         callbacks=[*callbacks, LogOnTimeCallback()],  # last: it looks at what the others asked for
     )
     trainer.learning_rate_factor = partial(learning_rate_factor, schedule=recipe.training.schedule, plan=prepared.steps)
+    if prepared.attention.backend is not None:
+        trainer.metadata_feed = MetadataFeed(is_cached=any(a.is_on("packed_metadata_cache") for a in prepared.applied))
     trainer.remove_callback(PrinterCallback)  # transformers' own progress lines; ours replace them
     return trainer
 

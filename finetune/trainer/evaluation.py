@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from peft import PeftModel
+
+from finetune.optimizations.attention.interface import attention_set_to
 from finetune.recipe.schema import Recipe
 from finetune.run.atomic import write_json
 from finetune.run.folder import RunFolder
@@ -33,7 +38,7 @@ class Evaluator:
             pad_token_id=prepared.pad_token_id,
             max_new_tokens=recipe.evaluation.max_new_tokens,
             max_positions=getattr(prepared.model.config.get_text_config(), "max_position_embeddings", None),
-            autocast=lambda: trainer.accelerator.autocast(),
+            context=lambda: _generating(trainer, prepared.model.attention),
         )
         self.stop_ids = self._generator.stop_ids
         """Tokens that end an answer."""
@@ -72,3 +77,12 @@ class Evaluator:
         loss = self._trainer.evaluate(scores=scores)["eval_loss"]
         self.seconds += time.perf_counter() - begun
         return Measurement(loss, scores, answers)
+
+
+@contextmanager
+def _generating(trainer: SftTrainer, attention: str) -> Iterator[None]:
+    """The surroundings of generation: training's number format, and attention that takes a cache and padding."""
+    model = trainer.trained
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    with trainer.accelerator.autocast(), attention_set_to(base, attention):
+        yield

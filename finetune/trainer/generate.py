@@ -30,7 +30,7 @@ class Generator:
         stop_ids: tokens that end an answer.
         max_new_tokens: longest answer.
         max_positions: where the model's positions end; answers end there too.
-        autocast: makes the context that training's forward runs in.
+        context: makes what a forward pass of generation runs in.
     """
 
     model: nn.Module
@@ -39,7 +39,7 @@ class Generator:
     pad_token_id: int
     max_new_tokens: int
     max_positions: int | None = None
-    autocast: Callable[[], AbstractContextManager[None, bool | None]] = nullcontext
+    context: Callable[[], AbstractContextManager[None, bool | None]] = nullcontext
 
     @torch.no_grad()
     def answer(self, prompts: Sequence[NDArray[np.int32]]) -> list[str]:
@@ -61,7 +61,7 @@ class Generator:
             input_ids[row, longest - len(prompt) :] = prompt
             mask[row, longest - len(prompt) :] = 1
         room = self.max_new_tokens if self.max_positions is None else max(1, self.max_positions - longest)
-        with self.autocast():
+        with self.context():
             tokens = self.model.generate(  # pyright: ignore[reportCallIssue] - nn.Module to the checker
                 input_ids=torch.from_numpy(input_ids).to(device),
                 attention_mask=torch.from_numpy(mask).to(device),

@@ -20,6 +20,9 @@ from finetune.model.config import ModelPlan, plan_model
 from finetune.model.load import choose_pad_token, vocabulary_rows
 from finetune.model.tokenizer import load_tokenizer
 from finetune.model.trainable import TrainableTable, trainable_table
+from finetune.optimizations.apply import Applied, plan_metadata_cache
+from finetune.optimizations.attention.choose import AttentionChoice, choose_attention
+from finetune.optimizations.support import probe_hardware
 from finetune.recipe.schema import DataSection, LoraAdapter, Recipe
 from finetune.run.disk import require_disk_space
 from finetune.trainer.held_out import HeldOut, num_answers
@@ -31,6 +34,9 @@ class Prepared:
     """A run that could start now."""
 
     model: ModelPlan
+    attention: AttentionChoice
+    applied: tuple[Applied, ...]
+    """What becomes of each flag of the optimizations."""
     targets: AdapterTargets | None
     table: TrainableTable
     tokenizer: PreTrainedTokenizerBase
@@ -50,7 +56,8 @@ class Prepared:
             "architecture": type(self.model.skeleton).__name__,
             "device": str(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "attention": self.model.attention,
+            "attention": self.attention.name,
+            "optimizations": [applied.as_dict() for applied in self.applied],
             "samples": len(self.dataset.train),
             "rows": len(train),
             "row_length_tokens": train.max_length,
@@ -98,8 +105,17 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
     Raises:
         FinetuneError: whatever of model, data or recipe does not hold; each names its place and remedy.
     """
-    plan = plan_model(recipe.model, packing=recipe.data.packing)
+    plan = plan_model(recipe.model)
     _require_positions(recipe.data, plan)
+    attention = choose_attention(
+        recipe.model.attention,
+        skeleton=plan.skeleton,
+        stock=plan.attention,
+        hardware=probe_hardware(plan.device),
+        dtype=plan.dtype,
+        packing=recipe.data.packing,
+        row_length=recipe.data.max_length,
+    )
     targets = choose_targets(plan.skeleton, recipe.adapter) if isinstance(recipe.adapter, LoraAdapter) else None
     tokenizer = load_tokenizer(recipe.model)
     num_rows = vocabulary_rows(plan.skeleton)
@@ -120,6 +136,8 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
         eval_rows = RowDataset(dataset.eval, plan_rows(dataset.eval, recipe.data, seed=recipe.training.seed))
     return Prepared(
         model=plan,
+        attention=attention,
+        applied=(plan_metadata_cache(recipe.optimizations.packed_metadata_cache, attention),),
         targets=targets,
         table=table,
         tokenizer=tokenizer,

@@ -27,12 +27,12 @@ from trl.trainer.sft_trainer import SFTTrainer
 from finetune.data.collate import RowCollator
 from finetune.data.rows import RowDataset
 from finetune.errors import GateStopped
+from finetune.optimizations.attention.feed import MetadataFeed
 from finetune.run.checkpoints import checkpoint_step, scan_checkpoints
 from finetune.trainer.meter import Meter, MicroBatchRecord
 
 METER_FILE = "meter.json"
 HOST_KEYS = ("num_real_tokens", "num_supervised_tokens", "rows")
-MODEL_KEYS = ("input_ids", "labels", "position_ids")
 MAX_SKIPPED_IN_A_ROW = 10
 """fp16 steps left out in a row before the run is stopped: each halves the loss scale, from 65,536 at first."""
 CHANGED_FOR_TRAINING = ("use_cache", "output_router_logits", "router_aux_loss_coef")
@@ -84,6 +84,9 @@ class SftTrainer(SFTTrainer):
         self._evaluated: dict[str, float] = {}
         self._evaluated_step = -1
         self._logged_step = 0
+        self.metadata_feed: MetadataFeed | None = None
+        """Set where attention is one of ours; transformers' own attention takes positions only."""
+        self._logged_builds = 0
         self.learning_rate_factor: Callable[[int], float] = lambda step: 1.0
         self._skipped_steps = 0
         self._skipped_in_a_row = 0
@@ -155,7 +158,10 @@ class SftTrainer(SFTTrainer):
 
     def _loss_sum(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Summed cross entropy of a batch, and the load-balancing loss of an MoE."""
-        arguments = {key: inputs[key] for key in MODEL_KEYS}
+        metadata = inputs["packed_metadata"]
+        arguments = {key: inputs[key] for key in ("input_ids", "labels")} | {"position_ids": metadata.position_ids}
+        if self.metadata_feed is not None:
+            arguments["packed_metadata"] = self.metadata_feed.argument(metadata)
         if self.aux_loss_enabled:
             arguments["output_router_logits"] = True
         outputs = model(**arguments, fused_lm_head=True, use_cache=False)
@@ -238,6 +244,9 @@ class SftTrainer(SFTTrainer):
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_cuda else 0,
             "elapsed_seconds": self.meter.elapsed_seconds,
         }
+        if self.metadata_feed is not None:
+            builds = self.metadata_feed.num_builds
+            figures["metadata_builds"], self._logged_builds = builds - self._logged_builds, builds
         if self._aux_losses:
             figures["aux_loss"] = torch.stack(self._aux_losses).mean().item()
             self._aux_losses = []
@@ -289,7 +298,8 @@ class SftTrainer(SFTTrainer):
         """Saves a micro-batch as `failed_batch_step_<n>.npz` (`rows` [R]; `input_ids` and `labels` [R, L])."""
         batch = self._rows_collator([self.train_dataset[row] for row in record.rows])
         path = self.failure_dir / f"failed_batch_step_{self.state.global_step}.npz"
-        arrays = {name: batch[name].numpy() for name in ("input_ids", "labels", "position_ids")}
+        arrays = {name: batch[name].numpy() for name in ("input_ids", "labels")}
+        arrays["position_ids"] = batch["packed_metadata"].position_ids.numpy()
         np.savez_compressed(path, allow_pickle=False, rows=np.array(record.rows), **arrays)
         return path
 

@@ -91,7 +91,7 @@ class PackedMetadata:
         return PackedMetadata(self.num_rows, self.row_length, self.lengths, self.pad_documents, buffer)
 
     def pin_memory(self, device: str | torch.device | None = None) -> PackedMetadata:
-        """Returns a copy in pinned host memory; torch's data loader calls this (`device` is its own, older argument)."""
+        """Returns a copy in pinned host memory; torch's data loader calls this (`device` is an argument of its own)."""
         buffer = self.buffer.pin_memory()
         return PackedMetadata(self.num_rows, self.row_length, self.lengths, self.pad_documents, buffer)
 

@@ -34,9 +34,9 @@ class ModelSection(Section):
     quantization: Literal["none", "nf4"] = "none"
     """`nf4` holds the frozen linear layers in 4 bits (QLoRA) and needs an adapter."""
     attention: Literal["auto", "flash4", "flash3", "flash2", "varlen", "flex", "sdpa", "segments", "eager"] = "auto"
-    """What computes attention. `auto` takes the fastest that is exact on the device and says which: flash-attn-4 where it
-    is installed, torch's own `varlen`, or on a CPU `sdpa` (a dense mask) and `segments` (one call a document). `eager`
-    is transformers' own."""
+    """What computes attention. `auto` takes the fastest that is exact on the device and says which: `flash4` where that
+    is installed, else torch's own `varlen`, on a CPU `segments` (one call a document). `sdpa` takes a dense mask;
+    `eager` is transformers' own attention."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. `auto` takes a CUDA device when there is one; `cuda` is an error when there is none."""
     chat_template: str | None = None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from peft import PeftModel
+from transformers import PreTrainedModel
 
 from finetune.optimizations.attention.interface import attention_set_to
 from finetune.recipe.schema import Recipe
@@ -84,5 +85,6 @@ def _generating(trainer: SftTrainer, attention: str) -> Iterator[None]:
     """The surroundings of generation: training's number format, and attention that takes a cache and padding."""
     model = trainer.trained
     base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel)
     with trainer.accelerator.autocast(), attention_set_to(base, attention):
         yield

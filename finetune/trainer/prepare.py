@@ -114,7 +114,6 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
         hardware=probe_hardware(plan.device),
         dtype=plan.dtype,
         packing=recipe.data.packing,
-        row_length=recipe.data.max_length,
     )
     targets = choose_targets(plan.skeleton, recipe.adapter) if isinstance(recipe.adapter, LoraAdapter) else None
     tokenizer = load_tokenizer(recipe.model)

@@ -35,7 +35,7 @@ class Backend:
 
     name: BackendName
     registered: str
-    """Its name in transformers' registry. Names with `flash`, `sdpa` or `flex_attention` in them mean something there."""
+    """Its name in transformers' registry, where `flash`, `sdpa` and `flex_attention` inside a name have a meaning."""
     attend: Attend
     limits: Limits
 

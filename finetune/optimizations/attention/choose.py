@@ -16,8 +16,6 @@ from finetune.optimizations.support import Hardware
 
 EAGER = "eager"
 """transformers' own plain attention, with its own masks."""
-DENSE_ROW_TOKENS = 1024
-"""On the CPU a dense mask beats one call a document for rows up to about this long."""
 STOCK_MIXES_PACKED = ("gpt_oss",)
 """Architectures whose stock forward builds its mask without the positions, so that packed documents see each other.
 
@@ -53,7 +51,6 @@ def choose_attention(
     hardware: Hardware,
     dtype: torch.dtype,
     packing: bool,
-    row_length: int,
 ) -> AttentionChoice:
     """Settles the attention before any weight is read.
 
@@ -62,7 +59,6 @@ def choose_attention(
         skeleton: the model on the meta device.
         stock: transformers' implementation that the model is loaded with.
         packing: rows hold several documents.
-        row_length: slots of a row.
 
     Raises:
         RecipeError: the architecture cannot have what is wanted, or cannot be packed.
@@ -81,10 +77,10 @@ def choose_attention(
             remedy="Set model.attention to auto or eager.",
         )
     if wanted == "auto":
-        return _automatic(layers, stock, hardware=hardware, dtype=dtype, row_length=row_length)
+        return _automatic(layers, stock, hardware=hardware, dtype=dtype)
     backend = BACKENDS[wanted]  # pyright: ignore[reportArgumentType] - the schema allows these names only
     if not (support := backend.supported(hardware, dtype, layers)).ok:
-        fallback = _automatic(layers, stock, hardware=hardware, dtype=dtype, row_length=row_length)
+        fallback = _automatic(layers, stock, hardware=hardware, dtype=dtype)
         raise EnvironmentProblem(
             f"model.attention is {wanted}, which cannot be used here: {support.reason}",
             place="model.attention",
@@ -93,14 +89,12 @@ def choose_attention(
     return AttentionChoice(backend, stock, layers, "named in the recipe")
 
 
-def preference(hardware: Hardware, *, row_length: int) -> tuple[BackendName, ...]:
+def preference(hardware: Hardware) -> tuple[BackendName, ...]:
     """Backends from the fastest on, for a device; those that it cannot have are left out by their limits.
 
     The order on 9.0 was measured; 12.x has no flash4 first since its check would refuse it with grouped queries.
     """
-    if hardware.capability is None:
-        return ("sdpa", "segments") if row_length <= DENSE_ROW_TOKENS else ("segments",)
-    if hardware.capability < (8, 0):
+    if hardware.capability is None or hardware.capability < (8, 0):
         return ("segments",)
     if hardware.capability[0] in (9, 10, 11):
         return ("flash4", "flash3", "varlen", "flex", "segments")
@@ -108,10 +102,10 @@ def preference(hardware: Hardware, *, row_length: int) -> tuple[BackendName, ...
 
 
 def _automatic(
-    layers: Sequence[AttentionLayer], stock: str, *, hardware: Hardware, dtype: torch.dtype, row_length: int
+    layers: Sequence[AttentionLayer], stock: str, *, hardware: Hardware, dtype: torch.dtype
 ) -> AttentionChoice:
     passed: list[str] = []
-    for name in preference(hardware, row_length=row_length):
+    for name in preference(hardware):
         support = BACKENDS[name].supported(hardware, dtype, layers)
         if support.ok:
             reason = f"the fastest that is right on {hardware.label}"

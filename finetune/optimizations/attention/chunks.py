@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,24 @@ class Chunk:
     cu_seqlens: torch.Tensor
     """int32, from 0."""
     max_seqlen: int
+
+
+def attend_in_chunks(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Chunk], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    boundaries: Boundaries,
+) -> torch.Tensor:
+    """Flattens rows, calls `attend` on each chunk (`[T, H, E]`, `[T, K, E]` twice, its offsets) and joins the parts."""
+    q, k, v = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    parts = chunks(boundaries, numbers_a_slot=q.shape[1] * q.shape[2])
+    if len(parts) == 1:
+        return attend(q, k, v, parts[0]).view(query.shape)
+    slices = [slice(part.start, part.end) for part in parts]
+    outputs = [attend(q[own], k[own], v[own], part) for own, part in zip(slices, parts, strict=True)]
+    return torch.cat(outputs).view(query.shape)
 
 
 def chunks(boundaries: Boundaries, *, numbers_a_slot: int) -> list[Chunk]:

@@ -1,4 +1,4 @@
-"""What each micro-batch hands to the model in the name of its boundaries: the cached object, or the order to rebuild."""
+"""What each micro-batch hands to the model as its boundaries: the cached object, or the order to rebuild them."""
 
 from __future__ import annotations
 

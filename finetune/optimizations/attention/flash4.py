@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from finetune.optimizations.attention.chunks import Chunk, chunks
+from finetune.optimizations.attention.chunks import Chunk, attend_in_chunks
 from finetune.optimizations.attention.types import AttentionOptions, Boundaries
 from finetune.optimizations.support import Support
 
@@ -50,16 +50,11 @@ def attend_flash4(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, boundaries: Boundaries, options: AttentionOptions
 ) -> torch.Tensor:
     """See `Attend`."""
-    q, k, v = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    parts = chunks(boundaries, numbers_a_slot=q.shape[1] * q.shape[2])
-    if len(parts) == 1:
-        return _attend(q, k, v, parts[0], options).view(query.shape)
-    outputs = [_attend(*(x[part.start : part.end] for x in (q, k, v)), part, options) for part in parts]
-    return torch.cat(outputs).view(query.shape)
+    return attend_in_chunks(partial(_attend, options=options), query, key, value, boundaries=boundaries)
 
 
 def _attend(
-    q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, part: Chunk, options: AttentionOptions
+    q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, part: Chunk, *, options: AttentionOptions
 ) -> torch.Tensor:
     sinks = None if options.sinks is None else options.sinks.float()
     out, _ = torch.ops.finetune.flash_attn_4_varlen(
@@ -111,7 +106,7 @@ def _forward_op(
 
 
 @_forward_op.register_fake
-def _(q_THE, k_TKE, v_TKE, *rest):  # noqa: ANN001, ANN002, ANN202
+def _(q_THE, k_TKE, v_TKE, *rest):
     return torch.empty_like(q_THE), q_THE.new_empty((q_THE.shape[1], q_THE.shape[0]), dtype=torch.float32)
 
 
@@ -135,14 +130,12 @@ def _backward_op(
     settings = _settings(sinks_H, cu_seqlens, max_seqlen, scale, window, softcap)
     deterministic = torch.are_deterministic_algorithms_enabled()
     return list(
-        backward(
-            q_THE, k_TKE, v_TKE, out_THE, grad_THE.contiguous(), lse_HT, deterministic=deterministic, **settings
-        )  # fmt: skip
+        backward(q_THE, k_TKE, v_TKE, out_THE, grad_THE.contiguous(), lse_HT, deterministic=deterministic, **settings)
     )
 
 
 @_backward_op.register_fake
-def _(grad_THE, q_THE, k_TKE, v_TKE, sinks_H, *rest):  # noqa: ANN001, ANN002, ANN202
+def _(grad_THE, q_THE, k_TKE, v_TKE, sinks_H, *rest):
     tensors = (q_THE, k_TKE, v_TKE) if sinks_H is None else (q_THE, k_TKE, v_TKE, sinks_H)
     return [torch.empty_like(tensor) for tensor in tensors]
 

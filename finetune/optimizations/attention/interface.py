@@ -75,18 +75,16 @@ def attention_function(backend: Backend) -> Callable[..., tuple[torch.Tensor, No
 def _in_one_format(
     attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Any, options: AttentionOptions
 ) -> torch.Tensor:
-    """Under autocast rotary or a norm can leave query and key in fp32 beside a 16-bit value; kernels want one format."""
-    if torch.is_autocast_enabled(q.device.type):
-        wanted = torch.get_autocast_dtype(q.device.type)
-    else:
-        wanted = v.dtype
+    """Under autocast, rotary or a norm can leave query and key in fp32 beside a 16-bit value; kernels want one."""
+    kind = q.device.type
+    wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
     return attend(q.to(wanted), k.to(wanted), v.to(wanted), boundaries=boundaries, options=options)
 
 
 @contextmanager
 def attention_set_to(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Runs a block under another attention implementation, such as a stock one while answers are generated."""
-    before = model.config._attn_implementation
+    before = model.config._attn_implementation or "eager"
     model.set_attn_implementation(implementation)
     try:
         yield

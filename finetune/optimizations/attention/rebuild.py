@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from finetune.optimizations.attention.types import Derived
+from finetune.data.packed_metadata import Derived
 
 
 class RebuildEachLayer:

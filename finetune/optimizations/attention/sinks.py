@@ -6,8 +6,8 @@ lse = log sum_j exp(s_ij) of a kernel without sinks:
     lse' = log(exp(lse) + exp(sink))        out' = out * exp(lse - lse')
 
 The kernel's own backward, given out' and lse' in place of out and lse, then yields the gradients of query, key and
-value, because it rebuilds the weights as exp(s - lse') and takes rowsum(dout' * out') for their correction. The sink's is
-d sink = -sum_i exp(sink - lse'_i) * rowsum(dout'_i * out'_i).
+value, because it rebuilds the weights as exp(s - lse') and takes rowsum(dout' * out') for their correction. That of the
+sink is d sink = -sum_i exp(sink - lse'_i) * rowsum(dout'_i * out'_i).
 
 Legend: T tokens, H heads, E width of a head. Extra memory: one fp32 number a token and head.
 """

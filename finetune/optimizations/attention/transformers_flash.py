@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from finetune.optimizations.attention.types import Attend, AttentionOptions, Boundaries
 from finetune.optimizations.support import Support
@@ -37,13 +37,13 @@ def attend_through_transformers(implementation: str) -> Attend:
         options: AttentionOptions,
     ) -> torch.Tensor:
         q, k, v = (tensor.flatten(0, 1)[None] for tensor in (query, key, value))
-        more: dict[str, Any] = {} if options.softcap is None else {"softcap": options.softcap}
+        offsets: Any = boundaries.cu_seqlens
         out = _flash_attention_forward(
             q, k, v, None,
             query_length=q.shape[1], is_causal=True, softmax_scale=options.scale, sliding_window=options.window,
-            cu_seq_lens_q=boundaries.cu_seqlens, cu_seq_lens_k=boundaries.cu_seqlens,
+            cu_seq_lens_q=offsets, cu_seq_lens_k=offsets,
             max_length_q=boundaries.max_seqlen, max_length_k=boundaries.max_seqlen,
-            attn_implementation=implementation, **more,
+            softcap=options.softcap, attn_implementation=implementation,
         )  # fmt: skip
         return out.view(query.shape)
 

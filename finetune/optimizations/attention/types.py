@@ -5,40 +5,16 @@ Legend: R rows, L slots a row, T = R * L, H query heads, K key and value heads (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
-Derived = TypeVar("Derived")
+from finetune.data.packed_metadata import PackedMetadata
+from finetune.optimizations.attention.rebuild import RebuiltBoundaries
 
-
-class Boundaries(Protocol):
-    """Where the documents of a batch begin: `PackedMetadata`, or the same rebuilt from positions on the device."""
-
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def row_length(self) -> int: ...
-
-    @property
-    def lengths(self) -> tuple[int, ...]: ...
-
-    @property
-    def max_seqlen(self) -> int: ...
-
-    @property
-    def cu_seqlens(self) -> torch.Tensor: ...
-
-    @property
-    def sequence_ids(self) -> torch.Tensor: ...
-
-    @property
-    def has_one_document_a_row(self) -> bool: ...
-
-    def derived(self, key: Hashable, build: Callable[[], Derived]) -> Derived: ...
+Boundaries = PackedMetadata | RebuiltBoundaries
+"""Where the documents of a batch begin: as the collator built it, or found again from the positions."""
 
 
 @dataclass(frozen=True)

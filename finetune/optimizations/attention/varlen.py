@@ -9,12 +9,12 @@ Legend: T slots of the batch, H query heads, K key and value heads, E width of a
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from finetune.optimizations.attention.chunks import Chunk, chunks
+from finetune.optimizations.attention.chunks import Chunk, attend_in_chunks
 from finetune.optimizations.attention.sinks import add_sinks, sinks_gradient
 from finetune.optimizations.attention.types import AttentionOptions, Boundaries
 
@@ -23,16 +23,11 @@ def attend_varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, boundaries: Boundaries, options: AttentionOptions
 ) -> torch.Tensor:
     """See `Attend`."""
-    q, k, v = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    parts = chunks(boundaries, numbers_a_slot=q.shape[1] * q.shape[2])
-    if len(parts) == 1:
-        return _attend(q, k, v, parts[0], options).view(query.shape)
-    outputs = [_attend(*(x[part.start : part.end] for x in (q, k, v)), part, options) for part in parts]
-    return torch.cat(outputs).view(query.shape)
+    return attend_in_chunks(partial(_attend, options=options), query, key, value, boundaries=boundaries)
 
 
 def _attend(
-    q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, part: Chunk, options: AttentionOptions
+    q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, part: Chunk, *, options: AttentionOptions
 ) -> torch.Tensor:
     left = -1 if options.window is None else options.window - 1
     if options.sinks is None:
@@ -77,7 +72,7 @@ def _forward_op(
 
 
 @_forward_op.register_fake
-def _(q_THE, k_TKE, v_TKE, sinks_H, cu_seqlens, max_seqlen, scale, window_left):  # noqa: ANN001, ANN202
+def _(q_THE, *rest):
     lse = q_THE.new_empty((q_THE.shape[1], q_THE.shape[0]), dtype=torch.float32)
     return torch.empty_like(q_THE), lse, q_THE.new_empty(2, dtype=torch.uint64), q_THE.new_empty(0, dtype=torch.uint64)
 
@@ -107,7 +102,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(grad_THE, q_THE, k_TKE, v_TKE, sinks_H, *rest):  # noqa: ANN001, ANN002, ANN202
+def _(grad_THE, q_THE, k_TKE, v_TKE, sinks_H, *rest):
     return tuple(torch.empty_like(tensor) for tensor in (q_THE, k_TKE, v_TKE, sinks_H))
 
 

@@ -1,4 +1,4 @@
-"""Boundaries of a batch: the docstring's example, one buffer, what is derived lives with it, bad lengths are refused."""
+"""Boundaries of a batch: the docstring's example, one buffer, what is derived goes with it, bad lengths are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_every_slot_belongs_to_one_document(rows: list[list[int]], room: int) ->
     metadata = build_packed_metadata(rows, row_length=length)
     assert metadata.cu_seqlens.diff().tolist() == list(metadata.lengths)
     assert sum(metadata.lengths) == metadata.num_slots == len(rows) * length
-    assert [metadata.lengths[i] for i in range(len(metadata.lengths)) if i not in metadata.pad_documents] == sum(rows, [])
+    real = [metadata.lengths[i] for i in range(len(metadata.lengths)) if i not in metadata.pad_documents]
+    assert real == [length for row in rows for length in row]
     starts = (metadata.position_ids.flatten() == 0).nonzero().flatten().tolist()
     assert starts == metadata.cu_seqlens[:-1].tolist()
     assert metadata.sequence_ids.flatten().bincount().tolist() == list(metadata.lengths)

@@ -47,9 +47,7 @@ def make_metadata() -> PackedMetadata:
 def packed_logits(model: nn.Module, ids: torch.Tensor, *, is_cached: bool = True) -> torch.Tensor:
     metadata = make_metadata()
     argument = MetadataFeed(is_cached=is_cached).argument(metadata)
-    return model(
-        input_ids=ids, position_ids=metadata.position_ids, packed_metadata=argument, use_cache=False
-    ).logits[0]
+    return model(input_ids=ids, position_ids=metadata.position_ids, packed_metadata=argument, use_cache=False).logits[0]
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:

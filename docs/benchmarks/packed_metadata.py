@@ -2,9 +2,9 @@
 
     python docs/benchmarks/packed_metadata.py MODEL_FOLDER --rows 4096:400,16384:400 --nf4 --out FILE.jsonl
 
-One JSON line a case: forward, backward and step in milliseconds (median, lowest, highest of `--steps` after
-`--warmup`), peak memory, builds of boundaries in a step. Pairs are interleaved: on, off, on, off. The weights are
-random, drawn on the device; documents have geometric lengths with the stated mean, the same for every case of a row length.
+One JSON line a case: forward, backward and step in milliseconds (median, lowest, highest of `--steps` after `--warmup`),
+peak memory, builds of boundaries in a step. Pairs are interleaved: on, off, on, off. The weights are random, drawn on
+the device; documents have geometric lengths with the stated mean, the same for every case of a row length.
 """
 
 from __future__ import annotations

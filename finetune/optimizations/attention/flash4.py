@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import os
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from finetune.data.cache import cache_folder
 from finetune.optimizations.attention.chunks import Chunk, attend_in_chunks
 from finetune.optimizations.attention.types import AttentionOptions, Boundaries
 from finetune.optimizations.support import Support
@@ -41,9 +44,24 @@ def installed() -> Support:
 
 @cache
 def _kernels() -> tuple[Any, Any]:
+    # Compiling takes seconds for each kind of layer; the package keeps nothing unless told to before its import.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_kernel_folder()))
     from flash_attn.cute import interface  # pyright: ignore[reportMissingImports] - an optional package
 
     return interface._flash_attn_fwd, interface._flash_attn_bwd
+
+
+def _kernel_folder() -> Path:
+    """Returns the folder of compiled kernels, which only the user may enter, since what is in it is run as code.
+
+    Its name has the versions of both packages that make the kernels; the package's own key leaves one of them out.
+    """
+    versions = "-".join(importlib.metadata.version(name) for name in (DISTRIBUTION, "quack-kernels"))
+    folder = cache_folder().parent / "kernels" / f"{DISTRIBUTION}-{versions}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
+    return folder
 
 
 def attend_flash4(

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from tiny import make_config
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +27,7 @@ LENGTHS = (20, 13, 31)
 ROW = 72
 
 
-def make_model(kind: str, backend: str | None = None) -> nn.Module:
+def make_model(kind: str, backend: str | None = None) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(make_config(kind), attn_implementation="eager", dtype=torch.float32)
     if backend is not None:
@@ -44,13 +44,13 @@ def make_metadata() -> PackedMetadata:
     return build_packed_metadata([LENGTHS], row_length=ROW)
 
 
-def packed_logits(model: nn.Module, ids: torch.Tensor, *, is_cached: bool = True) -> torch.Tensor:
+def packed_logits(model: Any, ids: torch.Tensor, *, is_cached: bool = True) -> torch.Tensor:
     metadata = make_metadata()
     argument = MetadataFeed(is_cached=is_cached).argument(metadata)
     return model(input_ids=ids, position_ids=metadata.position_ids, packed_metadata=argument, use_cache=False).logits[0]
 
 
-def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -115,7 +115,7 @@ class NoHostWait(TorchDispatchMode):
 
 
 @contextmanager
-def counting_attention(model: nn.Module) -> Iterator[None]:
+def counting_attention(model: Any) -> Iterator[None]:
     """Watches the attention layers only: what a router or a loss waits for is not packing's affair."""
     modes: list[NoHostWait] = []
 

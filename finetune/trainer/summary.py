@@ -40,8 +40,13 @@ def show_plan(console: Console, prepared: Prepared) -> None:
     console.line(
         f"model   {type(model.skeleton).__name__}, {_count(table.num_base)} weights, "
         f"{str(model.dtype).removeprefix('torch.')}, quantization {model.section.quantization}, "
-        f"attention {model.attention}, on {model.device}"
+        f"on {model.device}"
     )
+    console.line(f"attends {prepared.attention.name}: {prepared.attention.reason}")
+    if prepared.attention.faster:
+        console.line(f"        {prepared.attention.faster}")
+    for applied in prepared.applied:
+        console.line(f"flag    {applied.flag} {applied.state}: {applied.reason}")
     for line in prepared.dataset.ledger.summary_lines():
         console.line(f"data    {line}")
     for check in prepared.dataset.gate.warnings:

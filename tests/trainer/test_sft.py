@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(folder: Path, out: Path, kind: str = "qwen3", **sections) -> dict:
     made = make_recipe(folder / kind, folder / "train.jsonl", out, **sections)
     made["data"]["max_length"] = 128
-    made["data"]["packing"] = sections.get("data", {}).get("packing", kind != "gpt_oss")
+    made["data"]["packing"] = sections.get("data", {}).get("packing", True)
     made["training"]["max_steps"] = sections.get("training", {}).get("max_steps", 4)
     return made
 

@@ -183,7 +183,7 @@ def test_samples_are_kept_at_every_evaluation(parts: Path, tmp_path: Path, capsy
     samples = read(run / "report.json")["samples"]
     assert samples[2]["steps"] == [{"step": record["step"], "answer": record["answer"]} for record in own]
     assert (samples[2]["before"], samples[2]["after"]) == (own[0]["answer"], own[2]["answer"])
-    assert "3 answers by step" in (run / "report.html").read_text()
+    assert "Answers over the steps" in (run / "report.html").read_text()
     assert "sample at step 2: say: cat dog -> " in capsys.readouterr().out
 
 

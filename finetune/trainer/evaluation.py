@@ -52,7 +52,7 @@ class Evaluator:
             pad_token_id=prepared.pad_token_id,
             max_new_tokens=recipe.evaluation.max_new_tokens,
             max_positions=getattr(prepared.model.config.get_text_config(), "max_position_embeddings", None),
-            context=lambda: _generating(trainer, prepared.model.attention),
+            context=lambda: generating(trainer, prepared.model.attention),
             say=trainer.say,
         )
         self.stop_ids = self._generator.stop_ids
@@ -151,7 +151,7 @@ def one_line(text: str, *, limit: int = SHOWN_CHARACTERS) -> str:
 
 
 @contextmanager
-def _generating(trainer: SftTrainer, attention: str) -> Iterator[None]:
+def generating(trainer: SftTrainer, attention: str) -> Iterator[None]:
     """The surroundings of generation: training's number format, and attention that takes a cache and padding."""
     model = trainer.trained
     base = model.get_base_model() if isinstance(model, PeftModel) else model

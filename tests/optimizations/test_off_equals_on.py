@@ -25,6 +25,7 @@ def test_off_equals_on(tmp_path: Path, flag: str, kind: str, attention: str) -> 
     runs = {}
     for value in (True, False, "auto"):
         made = make_recipe(tmp_path / "model", tmp_path / "train.jsonl", tmp_path / str(value))
+        made["data"]["max_length"] = 128
         made["model"]["attention"] = attention
         made["training"] |= {"max_steps": 20, "rows_per_micro_batch": 2}
         made["optimizations"] = {flag: value}

@@ -2,7 +2,7 @@
 
     python docs/benchmarks/attention_alone.py > docs/benchmarks/attention_alone_h200.json
 
-Milliseconds by CUDA events, median of 20 after 5; `bare` calls flash-attn-4's own function with the same offsets.
+Milliseconds by CUDA events over windows of ten calls, median of five; `bare` calls flash-attn-4's own function with the same offsets.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ CASES = [
 ]
 NAMES = ("bare", "flash4", "varlen", "flex", "sdpa")
 LONGEST_DENSE = 16384
+CALLS, REPETITIONS = 10, 6
 
 
 def main() -> None:
@@ -76,21 +77,29 @@ def _time(attend: Callable[..., torch.Tensor], layer: AttentionLayer, slots: int
 
     q, k, v = make(layer.num_heads), make(layer.num_key_value_heads), make(layer.num_key_value_heads)
     sinks = torch.randn(layer.num_heads, device="cuda", requires_grad=True) if layer.has_sinks else None
-    forward, both = [], []
-    grad = None
-    for step in range(25):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        marks[0].record()
-        out = attend(q, k, v, sinks)
-        marks[1].record()
-        grad = torch.randn_like(out) if grad is None else grad
-        out.backward(grad)
-        marks[2].record()
+    grad = torch.randn_like(attend(q, k, v, sinks))
+    for _ in range(2):  # compiles
+        attend(q, k, v, sinks).backward(grad)
+
+    def both() -> None:
+        attend(q, k, v, sinks).backward(grad)
+
+    return {"forward": _median(lambda: attend(q, k, v, sinks)), "forward_and_backward": _median(both)}
+
+
+def _median(call: Callable[[], object]) -> float:
+    """Milliseconds a call: median over `REPETITIONS` windows of `CALLS`, so that the device and not the host is timed."""
+    windows = []
+    for _ in range(REPETITIONS):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         torch.cuda.synchronize()
-        if step >= 5:
-            forward.append(marks[0].elapsed_time(marks[1]))
-            both.append(marks[0].elapsed_time(marks[2]))
-    return {"forward": statistics.median(forward), "forward_and_backward": statistics.median(both)}
+        marks[0].record()
+        for _ in range(CALLS):
+            call()
+        marks[1].record()
+        torch.cuda.synchronize()
+        windows.append(marks[0].elapsed_time(marks[1]) / CALLS)
+    return statistics.median(windows[1:])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python docs/benchmarks/attention_alone.py > docs/benchmarks/attention_alone_h200.json
 
-Milliseconds by CUDA events over windows of ten calls, median of five; `bare` calls flash-attn-4's own function with the same offsets.
+Milliseconds by CUDA events over windows of ten calls, median of five; `bare` calls flash-attn-4's own function with the
+same offsets.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _time(attend: Callable[..., torch.Tensor], layer: AttentionLayer, slots: int
 
 
 def _median(call: Callable[[], object]) -> float:
-    """Milliseconds a call: median over `REPETITIONS` windows of `CALLS`, so that the device and not the host is timed."""
+    """Milliseconds a call: median over windows of `CALLS`, so that the device and not the host is timed."""
     windows = []
     for _ in range(REPETITIONS):
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]

@@ -89,12 +89,13 @@ def choose_attention(
     return AttentionChoice(backend, stock, layers, "named in the recipe")
 
 
-def preference(hardware: Hardware) -> tuple[BackendName, ...]:
+def preference(hardware: Hardware, dtype: torch.dtype) -> tuple[BackendName, ...]:
     """Backends from the fastest on, for a device; those that it cannot have are left out by their limits.
 
-    The order on 9.0 was measured; 12.x has no flash4 first since its check would refuse it with grouped queries.
+    The order on 9.0 was measured. On 12.x flash4 is not first, since its gradients of grouped queries are wrong there. In
+    fp32 only flex is faster than one call a document, and it compiles for tens of seconds.
     """
-    if hardware.capability is None or hardware.capability < (8, 0):
+    if hardware.capability is None or hardware.capability < (8, 0) or dtype == torch.float32:
         return ("segments",)
     if hardware.capability[0] in (9, 10, 11):
         return ("flash4", "flash3", "varlen", "flex", "segments")
@@ -105,7 +106,7 @@ def _automatic(
     layers: Sequence[AttentionLayer], stock: str, *, hardware: Hardware, dtype: torch.dtype
 ) -> AttentionChoice:
     passed: list[str] = []
-    for name in preference(hardware):
+    for name in preference(hardware, dtype):
         support = BACKENDS[name].supported(hardware, dtype, layers)
         if support.ok:
             reason = f"the fastest that is right on {hardware.label}"

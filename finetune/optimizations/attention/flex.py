@@ -13,6 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from finetune.optimizations.attention.types import AttentionOptions, Boundaries
 
+_MOST_KERNELS = 128
+
 
 def attend_flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, boundaries: Boundaries, options: AttentionOptions
@@ -54,7 +56,10 @@ def make_block_mask(boundaries: Boundaries, *, window: int | None) -> BlockMask:
 
 @cache
 def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=False)
+    # One kernel for each window, number format, row length, and with or without gradients: more than the 8 after which
+    # torch gives up and takes plain operations, in the middle of a run. A whole graph is an error there instead.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KERNELS)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 @cache

@@ -95,10 +95,14 @@ class _SdpaWithSinks(torch.autograd.Function):
 
 
 def _each_batch(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds sinks to `out` `[B, H, L, E]` and `lse` `[B, H, >= L]`; returns both, `lse` cut to `[B, H, L]`."""
+    """Adds sinks to `out` `[B, H, L, E]` and `lse` `[B, H, >= L]`; returns both, `lse` cut to `[B, H, L]`.
+
+    The new `out` lies in memory as `[B, L, H, E]`, as the CUDA kernel's own does: its backward in 16 bits reads it so
+    without a look at the strides.
+    """
     num_queries = out.shape[2]
     pairs = [
-        add_sinks(one_out.transpose(0, 1), one_lse[:, :num_queries], sinks)
+        add_sinks(one_out.transpose(0, 1).contiguous(), one_lse[:, :num_queries], sinks)
         for one_out, one_lse in zip(out, lse, strict=True)
     ]
-    return torch.stack([one.transpose(0, 1) for one, _ in pairs]), torch.stack([one for _, one in pairs])
+    return torch.stack([one for one, _ in pairs]).transpose(1, 2), torch.stack([one for _, one in pairs])

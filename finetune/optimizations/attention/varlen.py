@@ -37,7 +37,7 @@ def _attend(
             q_THE, k_TKE, v_TKE, part.cu_seqlens, part.cu_seqlens, part.max_seqlen, part.max_seqlen,
             scale=options.scale, window_size=(left, 0), **more,
         )  # fmt: skip
-    out, _, _, _ = torch.ops.finetune.flash_attn_varlen_sinks(
+    out, _ = torch.ops.finetune.flash_attn_varlen_sinks(
         q_THE, k_TKE, v_TKE, options.sinks, part.cu_seqlens, part.max_seqlen, options.scale, left
     )
     return out
@@ -61,20 +61,18 @@ def _forward_op(
     max_seqlen: int,
     scale: float,
     window_left: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention with sinks, its lse' (see `sinks.py`) and the kernel's two unused random numbers."""
-    out, lse, seed, unused, _ = torch.ops.aten._flash_attention_forward(
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with sinks and its lse' (see `sinks.py`)."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q_THE, k_TKE, v_TKE, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, False, False,
         scale=scale, window_size_left=window_left, window_size_right=0,
     )  # fmt: skip
-    out, lse = add_sinks(out, lse, sinks_H)
-    return out, lse, seed.clone(), unused.clone()
+    return add_sinks(out, lse, sinks_H)
 
 
 @_forward_op.register_fake
 def _(q_THE, *rest):
-    lse = q_THE.new_empty((q_THE.shape[1], q_THE.shape[0]), dtype=torch.float32)
-    return torch.empty_like(q_THE), lse, q_THE.new_empty(2, dtype=torch.uint64), q_THE.new_empty(0, dtype=torch.uint64)
+    return torch.empty_like(q_THE), q_THE.new_empty((q_THE.shape[1], q_THE.shape[0]), dtype=torch.float32)
 
 
 @torch.library.custom_op("finetune::flash_attn_varlen_sinks_backward", mutates_args=())
@@ -87,13 +85,14 @@ def _backward_op(
     out_THE: torch.Tensor,
     lse_HT: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    seed: torch.Tensor,
-    unused: torch.Tensor,
     max_seqlen: int,
     scale: float,
     window_left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key, value and sinks."""
+    # The kernel's state of dropout, which there is none of.
+    seed = torch.zeros(2, dtype=torch.uint64, device=q_THE.device)
+    unused = torch.empty(0, device=q_THE.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         grad_THE.contiguous(), q_THE, k_TKE, v_TKE, out_THE, lse_HT, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
         0.0, False, seed, unused, scale=scale, window_size_left=window_left, window_size_right=0,
@@ -106,10 +105,9 @@ def _(grad_THE, q_THE, k_TKE, v_TKE, sinks_H, *rest):
     return tuple(torch.empty_like(tensor) for tensor in (q_THE, k_TKE, v_TKE, sinks_H))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, sinks, cu_seqlens, *ctx.numbers = inputs
-    out, lse, seed, unused = output
-    ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens, seed, unused)
+    ctx.save_for_backward(q, k, v, sinks, *output, cu_seqlens)
 
 
 def _backward(ctx: Any, grad_out: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:

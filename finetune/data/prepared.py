@@ -257,9 +257,15 @@ class _Collected:
             self._ledger.note(note, result.origin)
         supervised = sum(result.supervised)
         self._ledger.keep(result.num_tokens, pieces=result.pieces, supervised=supervised, weighted=result.weighted)
-        for length, supervised, labels in zip(result.pieces, result.supervised, result.label_digests, strict=True):
+        pieces = zip(result.pieces, result.supervised, result.label_digests, strict=True)
+        for number, (length, supervised, labels) in enumerate(pieces):
             self._store.add_entry(
-                length, supervised=supervised, digest=result.digest, label_digest=labels, origin=result.origin
+                length,
+                supervised=supervised,
+                digest=result.digest,
+                label_digest=labels,
+                origin=result.origin,
+                is_next_piece=number > 0,
             )
 
     def _say_progress(self) -> None:

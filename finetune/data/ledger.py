@@ -175,7 +175,7 @@ class Ledger:
         """Returns the ledger with other names: `paths` from old files to new, `sources` for the sources in order."""
 
         def renamed(origins: tuple[Origin, ...]) -> tuple[Origin, ...]:
-            return tuple(Origin(paths[origin.path], origin.record) for origin in origins)
+            return tuple(Origin(paths[origin.path], origin.record, origin.line) for origin in origins)
 
         return replace(
             self,
@@ -186,7 +186,11 @@ class Ledger:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the ledger as plain JSON values."""
-        return asdict(self)
+        values = asdict(self)
+        for name in ("dropped", "notes"):
+            for group, own in zip(values[name], getattr(self, name), strict=True):
+                group["first_origins"] = [origin.as_dict() for origin in own.first_origins]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Ledger:
@@ -219,7 +223,7 @@ _COUNTS = (
 
 
 def _origins(group: dict[str, Any]) -> tuple[Origin, ...]:
-    return tuple(Origin(**origin) for origin in group["first_origins"])
+    return tuple(Origin.from_dict(origin) for origin in group["first_origins"])
 
 
 def _places(origins: Sequence[Origin], count: int) -> str:

@@ -245,7 +245,8 @@ class _Collected:
     def _add_result(self, result: Result) -> None:
         if result.fault is not None:
             if self._data.malformed == "drop" and result.fault.can_be_dropped:
-                self._ledger.drop(result.origin, num_tokens=0, reason=f"malformed: {result.fault.kind}")
+                reason = result.fault.counts_as or f"malformed: {result.fault.kind}"
+                self._ledger.drop(result.origin, num_tokens=result.num_tokens, reason=reason)
             else:
                 self._faults.add(result.fault)
             return

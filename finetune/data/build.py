@@ -53,6 +53,8 @@ class Dataset:
     """Control tokens that end the samples' last answers: where generation should stop, whatever the model's EOS is."""
     date: str | None
     """The date (YYYY-MM-DD) that the chat template writes, in every sample; None where it writes none."""
+    hub_commits: dict[str, str]
+    """The commit of each dataset of the hub that was read, by `pin_name` of its source."""
 
 
 def build_dataset(
@@ -102,6 +104,7 @@ def build_dataset(
         gate=gate_report(counts, parts.train, parts.held_out, max_length=data.max_length, checks=checks),
         end_ids=tuple(sorted(source.counts.end_ids)),
         date=data.date,
+        hub_commits=source.hub_commits | held_out_source.hub_commits,
     )
 
 

@@ -61,6 +61,7 @@ class Prepared:
             **self.steps.as_dict(),
             "checkpoint_bytes": self.table.checkpoint_bytes,
             "date_in_template": self.dataset.date,
+            "hub_commits": self.dataset.hub_commits,
         }
 
     def ledgers_dict(self) -> dict[str, dict[str, object]]:

@@ -157,9 +157,10 @@ def test_references_that_cannot_be_kept_are_told(chatml: Any, path: Path, monkey
 
     build(chatml, path)
     with monkeypatch.context() as patch:
-        patch.setattr("finetune.data.entry.os.replace", fail)
+        patch.setattr("finetune.data.cache.os.replace", fail)
         count = len(run().references)
     assert any("cannot be added to" in line and "No space left" in line for line in said)
+    assert not list(cache_folder().glob("*/.new-*")), "what was half written went too"
     run()
     (kept,) = cache_folder().glob("*/references-*.json")
     kept.write_text("{broken", encoding="utf-8")

@@ -15,7 +15,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -28,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.cache import CacheKey, cache_folder, explain_miss
+from finetune.data.cache import CacheKey, cache_folder, explain_miss, replace_json
 from finetune.data.gate import GateCounts
 from finetune.data.ledger import Ledger
 from finetune.data.store import SampleStore
@@ -166,10 +165,7 @@ def write_attachment(key: CacheKey, name: str, value: Any, *, say: Say) -> None:
     """Attaches a JSON value to an entry, in one step. Where that fails it costs time, so it is said and no error."""
     folder = entry_folder(key)
     try:
-        handle, aside = tempfile.mkstemp(prefix=".new-", dir=folder)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(value, stream)
-        os.replace(aside, folder / name)
+        replace_json(folder / name, value)
     except OSError as error:
         say(f"Token cache: {name} cannot be added to {folder} ({error}); the run goes on without it")
 

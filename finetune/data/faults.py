@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from finetune.data.ledger import DropReason
 from finetune.data.types import Origin
 from finetune.errors import DataError
 
@@ -27,6 +28,9 @@ class Fault:
     """The record's beginning, where it could be read."""
     can_be_dropped: bool = True
     """`data.malformed: drop` may leave the record out."""
+    counts_as: DropReason | None = None
+    """The reason that the ledger gives for a dropped record which is not malformed; the errors then offer their own
+    remedies alone."""
 
     @property
     def kind(self) -> str:
@@ -94,7 +98,7 @@ class FaultList:
         first = groups[0].first
         drop = (
             "\nOr set `data.malformed` to drop to leave such records out, counted in the ledger."
-            if any(group.first.can_be_dropped for group in groups)
+            if any(group.first.can_be_dropped and group.first.counts_as is None for group in groups)
             else ""
         )
         if len(self) == 1:

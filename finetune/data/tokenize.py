@@ -21,7 +21,7 @@ from finetune.data.gate import FAULTS, Finding, Gate
 from finetune.data.ledger import DropReason, LeftAside
 from finetune.data.load import Record, shorten
 from finetune.data.loss_weights import WeightRuns, num_weighted
-from finetune.data.over_length import OverLength, Policy
+from finetune.data.over_length import CannotBeSplit, OverLength, Policy
 from finetune.data.role_order import require_order
 from finetune.data.store import content_digest
 from finetune.data.types import Conversation, Origin, Sample
@@ -122,7 +122,8 @@ class BatchTokenizer:
             try:
                 samples += self._tokenize(batch, record, policy, result)
             except DataError as error:
-                result.fault = Fault(origin, error.message, error.remedy, shorten(record))
+                counts_as = "over_length" if isinstance(error, CannotBeSplit) else None
+                result.fault = Fault(origin, error.message, error.remedy, shorten(record), counts_as=counts_as)
         empty = [np.empty(0, dtype=np.int32)]
         return BatchResult(
             batch.source,
@@ -201,7 +202,7 @@ def _cut(samples: list[Sample], conversation: Conversation, policy: OverLength, 
     """Applies the policy for long samples, and writes into the result what is left of the record.
 
     Raises:
-        DataError: the policy is `split` and the record is not plain text.
+        CannotBeSplit: the policy is `split` and the record is not plain text.
     """
     result.num_tokens = sum(map(len, samples))
     pieces: list[Sample] = []

@@ -7,11 +7,12 @@ and nothing on the disk but the tokens. The rows are the same either way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.console import Say
 from finetune.data.hub_commit import Commit, local_copies, resolve_commit
 from finetune.data.hub_errors import hub_error, unreachable
 from finetune.data.table_files import rows_of, without_none
@@ -21,7 +22,6 @@ from finetune.errors import DataError, FinetuneError
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, IterableDataset
 
-Say = Callable[[str], None]
 
 _BATCH_ROWS = 1024
 

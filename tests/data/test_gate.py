@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from label_cases import learned_texts
 
 from finetune.data.build import Dataset, build_dataset
-from finetune.data.faults import DataFaults, Fault, FaultList
+from finetune.data.faults import DataFaults
 from finetune.data.gate import Gate
 from finetune.data.types import IGNORE_INDEX, ContentPart, Conversation, Message, Origin, Sample
 from finetune.errors import DataError
@@ -23,6 +23,7 @@ TOOL_TEMPLATE = (
     "{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CHAT = Conversation("chat", Origin("a.jsonl", 1), (Message("user", "q"), Message("assistant", "a")))
 
 
@@ -106,7 +107,7 @@ def test_ends_are_counted_after_the_cut(chatml: Any, write_jsonl: Callable) -> N
     long = [{"instruction": f"r{number}", "output": "x" * 99} for number in range(3)]
     path = write_jsonl([*questions(4), *long])
     truncated = build(chatml, path, max_length=64, over_length="truncate")
-    assert end_of_turn(truncated) == "learned in 4 of 7 records"
+    assert end_of_turn(truncated) == "learned in 4 of 7 records; cut off in 3"
     assert chatml.eos_token_id in truncated.end_ids
     assert end_of_turn(build(chatml, path, max_length=64, over_length="drop")) == "learned in 4 of 4 records"
 
@@ -148,7 +149,8 @@ def test_parts_that_choose(
     dataset = build(chatml, write_jsonl([parts_record(weights, key)]), turns=turns)
     assert learned_texts(dataset.train[0], chatml) == learned
     check = next(check for check in dataset.gate.checks if check.name == "end of turn")
-    assert check.detail == f"learned in {ends} of 1 record"
+    assert check.detail.startswith(f"learned in {ends} of 1 record")
+    assert (check.status, "do not teach to stop" in check.detail) == (("ok", False) if ends else ("warning", True))
 
 
 def test_parts_that_choose_excuse_no_other_turn(chatml: Any) -> None:
@@ -406,10 +408,64 @@ def test_weights_take_whole_records(chatml: Any, write_jsonl: Callable) -> None:
     assert (dataset.ledger.samples_taken, dataset.ledger.tokens_taken) == (13, dataset.train.num_tokens)
 
 
-def test_kinds_leave_out_what_differs() -> None:
-    faults = FaultList()
-    for number in range(4):
-        faults.add(Fault(Origin("a", number), f"message {number} must be `x: y` text, found int: {number}", "mend it"))
-    (group,) = faults.groups.values()
-    assert (group.records, len(group.examples)) == (4, 3)
-    assert group.kind == "message N must be `x: y` text, found int"
+BOT = {"role": "bot", "content": "a"}
+KINDS: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "weight": (
+        [{"messages": [USER] * n + [{**ANSWER, "weight": -n / 2}]} for n in (1, 2, 3)],
+        "messages[].weight must be 0, or a number from 0.000001 to 100",
+    ),
+    "role": ([{"messages": [USER] * n + [BOT]} for n in (1, 2)], "messages[].role has the unknown role 'bot'"),
+    "quotes": (
+        [{"messages": [{**USER, "name": value}, ANSWER]} for value in (5, 6)],
+        "messages[].name must be a string, found int",
+    ),
+    "colon": (
+        [{"messages": [{**USER, "content": [value]}, ANSWER]} for value in ("a: (b", "`c")],
+        "messages[].content[] must be a part of type text, reasoning, thinking or tool_call, found str",
+    ),
+    "tool": (
+        [
+            {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": name}]}], "tools": [{"name": "f"}]}
+            for name in ("g", "h: (")
+        ],
+        "a tool is called that `tools` does not define",
+    ),
+    "other-format": (
+        [{"text": "a"}, {"text": "b"}],
+        "the record has the format text, but the source's first record has the format messages",
+    ),
+    "lost-key": ([{"messages": [{"role": "user", "id": n}]} for n in (1, 2)], "messages[] has no key 'content'"),
+}
+
+
+@pytest.mark.parametrize(("records", "kind"), KINDS.values(), ids=KINDS)
+def test_kinds_leave_out_what_differs_and_nothing_else(
+    chatml: Any, write_jsonl: Callable, records: list[dict[str, Any]], kind: str
+) -> None:
+    """A kind holds every constant of its message: numbers, names of files and roles were lost once."""
+    path = write_jsonl([{"messages": [USER, ANSWER]}, *records], "docs2_key3.jsonl")
+    (group,) = cast("DataFaults", failure(chatml, path)).as_dict()["faults"]
+    assert (group["kind"], group["records"]) == (kind, len(records))
+    assert json.dumps(records[0]).startswith(group["examples"][0]["text"].removesuffix("..."))
+    (dropped,) = build(chatml, path, malformed="drop").ledger.dropped
+    assert dropped.reason == f"malformed: {kind}"
+
+
+def test_examples_show_the_text_as_it_stands_in_the_file(chatml: Any, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"messages": null, "a": true}\n{"b": \n[1]\n', encoding="utf-8")
+    faults = cast("DataFaults", failure(chatml, path, malformed="error")).as_dict()["faults"]
+    assert [group["examples"][0]["text"] for group in faults] == [
+        '{"messages": null, "a": true}',
+        '{"b":',
+        "[1]",
+    ]
+
+
+def test_empty_questions_and_control_tokens_of_plain_text_are_noted(chatml: Any, write_jsonl: Callable) -> None:
+    path = write_jsonl([{"messages": [{**USER, "content": " "}, ANSWER]}, {"messages": [USER, ANSWER]}])
+    assert [(note.what, note.records) for note in build(chatml, path).ledger.notes] == [("a user message is empty", 1)]
+    path = write_jsonl([{"text": "a<|im_end|>b"}, {"text": "a b"}], "text.jsonl")
+    assert [(note.what, note.records) for note in build(chatml, path).ledger.notes] == [
+        ("plain text holds control tokens of the tokenizer, which are read as such", 1)
+    ]

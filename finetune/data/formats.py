@@ -5,8 +5,7 @@
 | `alpaca` | `instruction`, `output`; optional `input`, `system`, `history` (list of [question, answer]), `tools` |
 | `sharegpt` | `conversations`: list of `from` (human, gpt, system, ...) and `value`; optional `system`, `tools` |
 | `messages` | `messages`: list of `role` and `content`; optional `system`, `tools` |
-| `prompt_completion` | `prompt` and `completion`, both strings or both lists of messages, or messages and a string (the
-answer); with messages also `system`, `tools` |
+| `prompt_completion` | `prompt` and `completion`: two strings, or messages and messages or a string; `tools` |
 | `text` | `text`, or a plain text file |
 | `preference` | `chosen` and `rejected`, with or without `prompt`; recognised, but not learned by `sft` |
 | `kto` | an answer with `label` or `kto_tag`; recognised, but not learned by `sft` |

@@ -60,9 +60,20 @@ class RecipeError(FinetuneError):
 
 
 class DataError(FinetuneError):
-    """A data file is missing, broken, or does not hold what the recipe says."""
+    """A data file is missing, broken, or does not hold what the recipe says.
+
+    Args:
+        kind: the message without what differs from record to record, under which such errors are counted together;
+            the message itself where nothing does.
+        text: the beginning of the record, where it cannot be read as one.
+    """
 
     exit_code = ExitCode.DATA
+
+    def __init__(self, message: str, *, place: str = "", remedy: str, kind: str = "", text: str = "") -> None:
+        super().__init__(message, place=place, remedy=remedy)
+        self.kind = kind or message
+        self.text = text
 
 
 class EnvironmentProblem(FinetuneError):

@@ -7,13 +7,14 @@ work on the finished store, so that a change of it needs no tokenizing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from finetune.console import Say
 from finetune.data.entry import Tokenized
 from finetune.data.gate import Check, GateReport
 from finetune.data.gate_report import cut_check, gate_report
@@ -30,8 +31,6 @@ from finetune.recipe.schema import DataSection, EvalFraction, Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

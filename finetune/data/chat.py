@@ -247,6 +247,7 @@ class Renderer:
                     f"{name} contains the control token {found.group()}, which the model would read as "
                     f"a border between turns, near {shorten(text[max(0, found.start() - 20) :][:60])}",
                     place=place,
+                    kind=f"a message or definition contains the control token {found.group()}",
                     remedy="Remove it from the text, or write it otherwise; the chat template adds control tokens.",
                 )
 
@@ -308,6 +309,7 @@ def _spans_of(conversation: Conversation, index: int, turn: TurnSpan, *, is_lear
             f"message {index + 1} chooses for parts of its content whether or how much they are learned, and has "
             "reasoning or tool calls beside them, so that what else is learned is not said",
             place=str(conversation.origin),
+            kind="a message chooses for parts of its content, beside reasoning or tool calls",
             remedy="Choose for the whole message, or remove the reasoning and the calls.",
         )
     content = message.content
@@ -338,6 +340,7 @@ def _require_choices(conversation: Conversation, loss_on: LossOn) -> None:
             raise DataError(
                 f"message {number} ({message.role}) is marked {wish}, but only an assistant's message can choose",
                 place=str(conversation.origin),
+                kind=f"a message ({message.role}) is marked {wish}, but only an assistant's message can choose",
                 remedy="Remove the mark; `data.loss_on: all` learns every token, `assistant` the answers only.",
             )
 

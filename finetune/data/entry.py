@@ -18,7 +18,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,12 +27,11 @@ from typing import Any
 
 import numpy as np
 
+from finetune.console import Say
 from finetune.data.cache import CacheKey, cache_folder, explain_miss, replace_json
 from finetune.data.gate import GateCounts
 from finetune.data.ledger import Ledger
 from finetune.data.store import SampleStore
-
-Say = Callable[[str], None]
 
 BLOCK_BYTES = 16 << 20
 VERIFIED_WHOLE_BYTES = 1 << 30

@@ -11,12 +11,13 @@ each on as it is; so the key of the token cache tells the two apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.console import Say
 from finetune.data.hub_commit import Commit, local_copies, resolve_commit
 from finetune.data.hub_errors import hub_error, unreachable
 from finetune.data.table_files import without_none
@@ -26,7 +27,6 @@ from finetune.errors import DataError, EnvironmentProblem
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, IterableDataset
 
-Say = Callable[[str], None]
 
 _BATCH_ROWS = 1024
 

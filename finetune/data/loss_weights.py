@@ -30,6 +30,11 @@ def weights_beside(labels: NDArray[np.int32], weights: NDArray[np.float32]) -> N
     return fitted if _is_other(fitted).any() else None
 
 
+def equal_weights(labels: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Returns the weights of tokens that count alike: 1 where one is learned, else 0 [T]."""
+    return (labels != IGNORE_INDEX).astype(np.float32)
+
+
 def num_weighted(weights: NDArray[np.float32] | None) -> int:
     """Returns how many learned tokens have a weight other than 1."""
     return 0 if weights is None else int(_is_other(weights).sum())
@@ -98,7 +103,7 @@ class WeightRuns:
         first, last = np.searchsorted(self.starts, (start, start + len(labels)))
         if first == last:
             return None
-        weights = (labels != IGNORE_INDEX).astype(np.float32)
+        weights = equal_weights(labels)
         for run in range(first, last):
             weights[self.starts[run] - start : self.ends[run] - start] = self.values[run]
         return weights

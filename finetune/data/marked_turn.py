@@ -47,6 +47,7 @@ class MarkedTurn:
         return DataError(
             f"the chat template changes or leaves out message {self.number}: {shorten(said)}",
             place=self.place,
+            kind="the chat template changes or leaves out an answer",
             remedy="Change the message to what the template keeps, or set `model.chat_template`.",
         )
 
@@ -59,12 +60,14 @@ class MarkedTurn:
             raise DataError(
                 f"message {self.number} has no words: no content, reasoning or tool call",
                 place=self.place,
+                kind="a message has no words",
                 remedy="Fill it, or remove it from the record.",
             )
         if self.has("call") and not takes_calls:
             raise DataError(
                 f"this chat template has no place for tool calls, and message {self.number} calls tools",
                 place=self.place,
+                kind="this chat template has no place for tool calls",
                 remedy="Set `model.chat_template` to a template that writes tool calls, or write the call as content.",
             )
         shown = [item.mark for item in self.found]
@@ -73,6 +76,7 @@ class MarkedTurn:
                 raise DataError(
                     f"the chat template leaves out tool call {mark.part + 1} of message {self.number}",
                     place=self.place,
+                    kind="the chat template leaves out one of several tool calls",
                     remedy="Split the calls into several turns, each with its answer, or set `model.chat_template`.",
                 )
         is_content_needed = not self.has("call")

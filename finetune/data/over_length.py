@@ -63,6 +63,7 @@ class OverLength:
                     "plain text can be split",
                     place=str(sample.origin),
                     remedy="Raise `data.max_length`, or set `data.over_length` to drop or truncate.",
+                    kind="a sample does not fit into a row, and only plain text can be split",
                 )
             return _split(sample, self.max_length)
         return [sample]
@@ -97,6 +98,7 @@ class OverLength:
                     origin,
                     f"a sample is longer than `data.max_length`: {length:,} tokens",
                     remedy,
+                    kind="a sample is longer than `data.max_length`",
                     can_be_dropped=False,
                 )
                 for origin, length in self.examples

@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.console import plural
+from finetune.console import Say, plural
 from finetune.data.cache import DATA_VERSION, CacheKey, FileState, cache_folder, template_digest, tokenizer_digest
 from finetune.data.entry import Tokenized, entry_lock, open_entry, write_entry
 from finetune.data.faults import FaultList
@@ -30,7 +30,6 @@ from finetune.recipe.schema import DataSection, Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Say = Callable[[str], None]
 
 _PROGRESS_SECONDS = 5.0
 _BYTES_WORTH_WORKERS = 4 << 20

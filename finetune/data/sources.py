@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import glob
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from finetune.console import Say
 from finetune.data.hub import HubDataset
 from finetune.data.load import Record, is_data_file, read_records_and_faults
 from finetune.data.shorten import shorten
@@ -17,8 +18,6 @@ from finetune.data.types import Origin
 from finetune.errors import DataError
 from finetune.recipe.paths import DATA_SUFFIXES, RELATIVE_TO, is_hub_dataset
 from finetune.recipe.schema import DataSection, Source
-
-Say = Callable[[str], None]
 
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "state.json"}
 """Files that the datasets library puts beside its data; they hold no records."""

@@ -204,6 +204,7 @@ class TurnFinder:
                 f"message {turn.number} {what}, and the chat template shows no generation prompt before it, so where "
                 f"generation would begin is unknown; the text there is {shorten(text[max(0, first - 60) : first])}",
                 place=turn.place,
+                kind=f"a message {what}, and the chat template shows no generation prompt before it",
                 remedy="Set `model.chat_template` to a template whose generation prompt opens the assistant's turn.",
             )
         empty = None if turn.first("reasoning") else _EMPTY_THINK.match(text, prompt_end)
@@ -319,6 +320,7 @@ class TurnFinder:
             f"the chat template puts no special token after message {turn.number}, so the model would never learn "
             f"to stop; the text there is {shorten(text[last.end : last.end + 40])}",
             place=turn.place,
+            kind="the chat template puts no special token after an answer",
             remedy="Set `model.chat_template` to a template that ends each answer with an end-of-turn token.",
         )
 

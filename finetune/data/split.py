@@ -82,7 +82,7 @@ def _equal_places(pairs: Sequence[tuple[Origin, Origin]]) -> tuple[str, ...]:
 
 
 def _equal_faults(pairs: Sequence[tuple[Origin, Origin]], message: str, remedy: str) -> list[Fault]:
-    return [Fault(origin, f"{message}: {match}", remedy, can_be_dropped=False) for origin, match in pairs]
+    return [Fault(origin, f"{message}: {match}", remedy, kind=message, can_be_dropped=False) for origin, match in pairs]
 
 
 def apply_duplicates(

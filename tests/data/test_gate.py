@@ -12,7 +12,7 @@ import pytest
 from label_cases import learned_texts
 
 from finetune.data.build import Dataset, build_dataset
-from finetune.data.faults import DataFaults, Fault, FaultList
+from finetune.data.faults import DataFaults
 from finetune.data.gate import Gate
 from finetune.data.types import IGNORE_INDEX, ContentPart, Conversation, Message, Origin, Sample
 from finetune.errors import DataError
@@ -106,7 +106,7 @@ def test_ends_are_counted_after_the_cut(chatml: Any, write_jsonl: Callable) -> N
     long = [{"instruction": f"r{number}", "output": "x" * 99} for number in range(3)]
     path = write_jsonl([*questions(4), *long])
     truncated = build(chatml, path, max_length=64, over_length="truncate")
-    assert end_of_turn(truncated) == "learned in 4 of 7 records"
+    assert end_of_turn(truncated) == "learned in 4 of 7 records; cut off in 3"
     assert chatml.eos_token_id in truncated.end_ids
     assert end_of_turn(build(chatml, path, max_length=64, over_length="drop")) == "learned in 4 of 4 records"
 
@@ -148,7 +148,8 @@ def test_parts_that_choose(
     dataset = build(chatml, write_jsonl([parts_record(weights, key)]), turns=turns)
     assert learned_texts(dataset.train[0], chatml) == learned
     check = next(check for check in dataset.gate.checks if check.name == "end of turn")
-    assert check.detail == f"learned in {ends} of 1 record"
+    assert check.detail.startswith(f"learned in {ends} of 1 record")
+    assert (check.status, "do not teach to stop" in check.detail) == (("ok", False) if ends else ("warning", True))
 
 
 def test_parts_that_choose_excuse_no_other_turn(chatml: Any) -> None:
@@ -320,12 +321,3 @@ def test_tiny_share_is_a_warning(chatml: Any, write_jsonl: Callable) -> None:
     (warning,) = build(chatml, path).gate.warnings
     assert warning.name == "learned share"
     assert warning.examples == (f"{path}:4",)
-
-
-def test_kinds_leave_out_what_differs() -> None:
-    faults = FaultList()
-    for number in range(4):
-        faults.add(Fault(Origin("a", number), f"message {number} must be `x: y` text, found int: {number}", "mend it"))
-    (group,) = faults.groups.values()
-    assert (group.records, len(group.examples)) == (4, 3)
-    assert group.kind == "message N must be `x: y` text, found int"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-DATA_VERSION = 6
+DATA_VERSION = 7
 """Raised by one whenever this package's code would make other tokens, labels or ledgers from the same input."""
 
 _COMPARED_ENTRIES = 50

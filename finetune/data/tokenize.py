@@ -34,6 +34,8 @@ REASONING_LEFT_OUT = "the chat template leaves reasoning out of learned turns (`
 REASONING_WITHOUT_PLACE = "the chat template leaves reasoning out of learned turns, as it has no place for it"
 WRITTEN_AFTER_PROMPT = "between generation's prompt and learned answers the chat template writes, not learned, "
 CONTENT_LEFT_OUT = "the chat template leaves out content beside the tool calls of learned turns"
+BLANK_LEFT_OUT = "the chat template leaves out white space at the ends of learned answers"
+TOOLS_LEFT_OUT = "the chat template leaves out the definitions of tools"
 
 _BATCH_RECORDS = 128
 _BATCH_CHARACTERS = 1 << 20
@@ -162,8 +164,13 @@ class BatchTokenizer:
     def _look(self, samples: list[Sample], conversation: Conversation, record: Record, result: Result) -> None:
         """Passes the samples of a record through the gate; what it finds goes into the result."""
         result.findings, result.end_ids = self._gate.look(samples, conversation=conversation)
-        if None in self._renderer.beside_prompt:
+        beside = self._renderer.beside_prompt
+        if None in beside:
             result.findings.append("prompt_differs")
+        if not self._renderer.has_prompt and any(text and text.strip() for text in beside):
+            result.findings.append("prompt_missing")
+        if self._renderer.left_out.hides_tools:
+            result.findings.append("tools_hidden")
         for name in result.findings:
             if name in FAULTS and result.fault is None:
                 message, remedy = FAULTS[name]
@@ -182,6 +189,10 @@ class BatchTokenizer:
         result.notes += [LeftAside(f"{WRITTEN_AFTER_PROMPT}{shorten(text)}") for text in sorted(between)]
         if left_out.content_turns:
             result.notes.append(LeftAside(CONTENT_LEFT_OUT, left_out.content_turns))
+        if left_out.trimmed_turns:
+            result.notes.append(LeftAside(BLANK_LEFT_OUT, left_out.trimmed_turns))
+        if left_out.hides_tools:
+            result.notes.append(LeftAside(TOOLS_LEFT_OUT))
         return samples
 
     def _refuse_unknown_control_token(self, conversation: Conversation, record: Record, result: Result) -> None:

@@ -6,7 +6,7 @@ The exit code of the command line is the error's class; `docs/quickstart.md` lis
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class ExitCode(IntEnum):
@@ -42,6 +42,10 @@ class FinetuneError(Exception):
         head = f"{self.place}: {self.message}" if self.place else self.message
         return f"{head}\n{self.remedy}"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Lets an error pass between processes; the default would call the class without its keywords."""
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
     def as_dict(self) -> dict[str, str | int]:
         """Returns the error as the JSON object that `--json` prints."""
         return {
@@ -51,6 +55,12 @@ class FinetuneError(Exception):
             "remedy": self.remedy,
             "exit_code": int(self.exit_code),
         }
+
+
+def _rebuilt(kind: type[FinetuneError], args: tuple[Any, ...], state: dict[str, Any]) -> FinetuneError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class RecipeError(FinetuneError):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-DATA_VERSION = 8
+DATA_VERSION = 9
 """Raised by one whenever this package's code would make other tokens, labels or ledgers from the same input."""
 
 _COMPARED_ENTRIES = 50

@@ -31,6 +31,8 @@ Finding = Literal[
     "bos_repeated",
     "unknown_text",
     "prompt_differs",
+    "prompt_missing",
+    "tools_hidden",
 ]
 
 FAULTS: dict[Finding, tuple[str, str]] = {
@@ -55,6 +57,9 @@ WARNINGS: dict[Finding, str] = {
     "bos_repeated": "BOS stands again inside the record; some chat templates write it before each turn",
     "prompt_differs": "generation's prompt ends otherwise than the text before the last learned answer, so that the "
     "model is asked after another text than it learned",
+    "prompt_missing": "the chat template writes no generation prompt (`add_generation_prompt`), so that the model is "
+    "asked without what stands before the learned answers",
+    "tools_hidden": "tools are defined that the chat template does not show, so that the model is not told of them",
     "unknown_text": "the vocabulary lacks some of the text, which becomes the unknown token",
 }
 """Findings that are told."""

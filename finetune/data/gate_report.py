@@ -18,6 +18,8 @@ _WARNING_NAMES: tuple[tuple[str, Finding], ...] = (
     ("BOS", "bos_missing"),
     ("BOS inside", "bos_repeated"),
     ("generation prompt", "prompt_differs"),
+    ("no generation prompt", "prompt_missing"),
+    ("definitions of tools", "tools_hidden"),
     ("text outside the vocabulary", "unknown_text"),
 )
 assert not {name for _, name in _WARNING_NAMES} & FAULTS.keys()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from finetune.data.load import shorten
-from finetune.data.marks import Found, Mark, Marker
+from finetune.data.marks import Found, Mark, Marker, writings
 from finetune.data.template import Turn
 from finetune.data.types import Conversation
 from finetune.errors import DataError
@@ -39,6 +38,15 @@ class MarkedTurn:
     def blank_before_content(self) -> str:
         content = str(self.turns[self.index].get("content") or "")
         return "" if "</think>" in content else content[: len(content) - len(content.lstrip())]
+
+    def is_trimmed(self, text: str, start: int, content: Found | None) -> bool:
+        """Tells whether white space at the ends of the content is not in what is learned from `start` on."""
+        said = str(self.turns[self.index].get("content") or "")
+        before, after = self.blank_before_content(), said[len(said.rstrip()) :]
+        if content is None or not (before or after):
+            return False
+        has_before = start <= content.start - len(before) and text.endswith(before, 0, content.start)
+        return not (has_before and text.startswith(after, content.end))
 
     def changed(self) -> DataError:
         """The error of a turn whose words do not come out as they went in."""
@@ -90,6 +98,4 @@ class MarkedTurn:
 
 def _writings(mark: Mark) -> tuple[str, ...]:
     """Returns how a marked stretch may stand in the text: as it is, or inside JSON where it is an argument."""
-    if mark.kind != "call":
-        return (mark.body,)
-    return (mark.body, json.dumps(mark.body, ensure_ascii=False)[1:-1], json.dumps(mark.body)[1:-1])
+    return writings(mark.body) if mark.kind == "call" else (mark.body,)

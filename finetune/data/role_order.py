@@ -2,12 +2,12 @@
 
 Usual is an optional system message, then questions and answers in turn; between a question and its answer may stand
 calls of tools and their results, any number of each. A template takes most other orders without a word, and what the
-model then learns (an answer to an answer, an instruction that is not there) is seldom what was meant.
+model then learns (an answer to an answer, an instruction that is not there) is seldom what was meant. That each message
+stands in the rendered text is proved for any order (`marked_rendering.py`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
 from finetune.console import ordinal
@@ -30,29 +30,6 @@ def require_order(conversation: Conversation) -> None:
             kind=f"roles out of order: a message ({conversation.messages[index].role}) {what}",
             remedy=f"{remedy}, or set `data.role_order` to any to take each order that the chat template takes.",
         )
-
-
-def require_shown(conversation: Conversation, text: str) -> None:
-    """Raises where a template leaves out a message that stands in an unusual order; the answers are proved elsewhere.
-
-    Args:
-        text: the rendered conversation.
-
-    Raises:
-        DataError: the words of such a message are not in the text.
-    """
-    for index, _, _ in _out_of_order(conversation.messages):
-        message = conversation.messages[index]
-        words = message.content.strip()
-        writings = (words, json.dumps(words, ensure_ascii=False)[1:-1], json.dumps(words)[1:-1])
-        if message.role != "assistant" and not any(writing in text for writing in writings):
-            raise DataError(
-                f"the chat template changes or leaves out the {ordinal(index + 1)} message ({message.role}), which "
-                "stands out of order",
-                place=str(conversation.origin),
-                kind=f"the chat template changes or leaves out a message ({message.role}) that stands out of order",
-                remedy="Move it to where the template writes it, remove it, or set `model.chat_template`.",
-            )
 
 
 def _out_of_order(messages: Sequence[Message]) -> Iterator[tuple[int, str, str]]:

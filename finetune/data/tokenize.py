@@ -38,6 +38,8 @@ CONTENT_LEFT_OUT = "the chat template leaves out content beside the tool calls o
 UNKNOWN_CONTROL_TOKEN = "the text holds a control token that this tokenizer does not have"
 EMPTY_QUESTION = "a user message is empty"
 CONTROL_TOKENS_IN_PLAIN_TEXT = "plain text holds control tokens of the tokenizer, which are read as such"
+BLANK_LEFT_OUT = "the chat template leaves out white space at the ends of learned answers"
+TOOLS_LEFT_OUT = "the chat template leaves out the definitions of tools"
 
 _BATCH_RECORDS = 128
 _BATCH_CHARACTERS = 1 << 20
@@ -171,8 +173,13 @@ class BatchTokenizer:
         result.findings, result.end_ids = self._gate.look(samples, conversation=conversation)
         if self._gate.has_control_tokens_inside(samples, conversation=conversation):
             result.notes.append(LeftAside(CONTROL_TOKENS_IN_PLAIN_TEXT))
-        if None in self._renderer.beside_prompt:
+        beside = self._renderer.beside_prompt
+        if None in beside:
             result.findings.append("prompt_differs")
+        if not self._renderer.has_prompt and any(text and text.strip() for text in beside):
+            result.findings.append("prompt_missing")
+        if self._renderer.left_out.hides_tools:
+            result.findings.append("tools_hidden")
         for name in result.findings:
             if name in FAULTS and result.fault is None:
                 message, remedy = FAULTS[name]
@@ -191,6 +198,10 @@ class BatchTokenizer:
         result.notes += [LeftAside(f"{WRITTEN_AFTER_PROMPT}{shorten(text)}") for text in sorted(between)]
         if left_out.content_turns:
             result.notes.append(LeftAside(CONTENT_LEFT_OUT, left_out.content_turns))
+        if left_out.trimmed_turns:
+            result.notes.append(LeftAside(BLANK_LEFT_OUT, left_out.trimmed_turns))
+        if left_out.hides_tools:
+            result.notes.append(LeftAside(TOOLS_LEFT_OUT))
         return samples
 
     def _refuse_unknown_control_token(self, conversation: Conversation, record: Record, result: Result) -> None:

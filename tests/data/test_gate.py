@@ -19,6 +19,7 @@ from finetune.errors import DataError
 from finetune.recipe.schema import DataSection
 
 TOOL_TEMPLATE = (
+    "{{ tools | tojson if tools else '' }}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
     "{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -110,8 +110,10 @@ def test_sharegpt_is_looked_at_too(tokenizer: Any, write_jsonl: Callable) -> Non
 def test_any_order_is_not_taken_where_the_template_leaves_a_message_out(
     make_tokenizer: Callable, write_jsonl: Callable
 ) -> None:
-    path = write_jsonl([{"messages": [USER, ANSWER, {"role": "system", "content": "Be brief."}, USER, ANSWER]}])
-    with pytest.raises(DataError, match=r"leaves out the 3rd message \(system\), which stands out of order"):
+    """Also where a question holds the same words."""
+    late = {"role": "system", "content": "Be brief."}
+    path = write_jsonl([{"messages": [USER, ANSWER, late, {**USER, "content": "Now: Be brief. Why?"}, ANSWER]}])
+    with pytest.raises(DataError, match=r"left out by the chat template: message 3 \(system\), 'Be brief.'"):
         build(make_tokenizer(chat_template=FIRST_SYSTEM_ONLY), path, role_order="any")
     assert len(build(make_tokenizer(chat_template=TOOL_TEMPLATE), path, role_order="any").train) == 1
 

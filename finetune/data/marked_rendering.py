@@ -19,7 +19,6 @@ from finetune.data.template import ChatTemplate, Turn
 from finetune.data.types import Conversation, Message
 from finetune.errors import DataError
 
-
 LEFT_OUT = "left out by the chat template"
 """Kind of the fault."""
 

@@ -1,4 +1,4 @@
-"""Steps that fp16 leaves out: its loss scale grows until a gradient overflows; that one is skipped, the scale halved."""
+"""Steps that fp16 leaves out: its loss scale grows until a gradient overflows, and is halved then."""
 
 from __future__ import annotations
 

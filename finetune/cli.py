@@ -23,6 +23,7 @@ from finetune.console import Console
 from finetune.errors import EnvironmentProblem, ExitCode, FinetuneError, Interrupted, OutOfMemory, RecipeError
 from finetune.process import prepare_process, require_trackers
 from finetune.recipe.load import load_recipe
+from finetune.recipe.paths import is_hub_dataset
 from finetune.recipe.schema import Recipe
 
 FAULT_EXIT_CODE = 1
@@ -155,8 +156,15 @@ selftest.register(app)
 def _load(recipe: str, overrides: list[str] | None) -> Recipe:
     """Reads the recipe and, once it is known to be right, prepares the process for the heavy imports that follow."""
     loaded = load_recipe(recipe, overrides=overrides or [])
-    prepare_process(model_is_local=Path(loaded.model.path).is_absolute())
+    prepare_process(needs_hub=_needs_hub(loaded))
     return loaded
+
+
+def _needs_hub(recipe: Recipe) -> bool:
+    """Says whether the model, or some data, is named by a hub id."""
+    data = recipe.data
+    sources = [*data.train, *(data.eval if isinstance(data.eval, list) else [])]
+    return not Path(recipe.model.path).is_absolute() or any(is_hub_dataset(source.path) for source in sources)
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import rich.console
 from rich.cells import cell_len
@@ -24,12 +24,15 @@ from rich.text import Text
 from finetune.errors import FinetuneError
 
 Cell = str | int | float
+Say = Callable[[str], None]
+"""Takes one line for people, such as `Console.line`."""
 PLAIN_WIDTH = 80
 """Columns assumed where the output is no terminal."""
 
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, but for tab and line feed
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks that turn the direction of writing
+    "\u200b\u2060-\u2064\ufeff"  # what has no width; not the joiners U+200C and U+200D, which scripts and emoji use
     "\u2028\u2029\ud800-\udfff]"  # line and paragraph separators; halves of characters, which no encoding has
 )
 
@@ -174,6 +177,12 @@ def plural(number: int, word: str) -> str:
     """Returns a count with its noun: `1 row`, `2,000 rows`, `2 micro-batches`."""
     ending = "" if number == 1 else "es" if word.endswith(("ch", "x", "s")) else "s"
     return f"{number:,} {word}{ending}"
+
+
+def ordinal(number: int) -> str:
+    """Returns a number as one names a place in a list, from 1: `1st`, `2nd`, `3rd`, `11th`, `21st`."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def _text(cell: Cell) -> str:

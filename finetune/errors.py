@@ -6,7 +6,7 @@ The exit code of the command line is the error's class; `docs/quickstart.md` lis
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class ExitCode(IntEnum):
@@ -42,6 +42,10 @@ class FinetuneError(Exception):
         head = f"{self.place}: {self.message}" if self.place else self.message
         return f"{head}\n{self.remedy}"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Lets an error pass between processes; the default would call the class without its keywords."""
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
     def as_dict(self) -> dict[str, str | int]:
         """Returns the error as the JSON object that `--json` prints."""
         return {
@@ -53,6 +57,12 @@ class FinetuneError(Exception):
         }
 
 
+def _rebuilt(kind: type[FinetuneError], args: tuple[Any, ...], state: dict[str, Any]) -> FinetuneError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
+
 class RecipeError(FinetuneError):
     """The recipe or the command's arguments are wrong."""
 
@@ -60,9 +70,20 @@ class RecipeError(FinetuneError):
 
 
 class DataError(FinetuneError):
-    """A data file is missing, broken, or does not hold what the recipe says."""
+    """A data file is missing, broken, or does not hold what the recipe says.
+
+    Args:
+        kind: the message without what differs from record to record, under which such errors are counted together;
+            the message itself where nothing does.
+        text: the beginning of the record, where it cannot be read as one.
+    """
 
     exit_code = ExitCode.DATA
+
+    def __init__(self, message: str, *, place: str = "", remedy: str, kind: str = "", text: str = "") -> None:
+        super().__init__(message, place=place, remedy=remedy)
+        self.kind = kind or message
+        self.text = text
 
 
 class EnvironmentProblem(FinetuneError):

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from finetune.errors import EnvironmentProblem
 
 
-def prepare_process(*, model_is_local: bool) -> None:
+def prepare_process(*, needs_hub: bool) -> None:
     """Turns off telemetry and advice, and the network where nothing needs it.
 
     Args:
-        model_is_local: the model is a folder, so that nothing of the run may touch the network.
+        needs_hub: the model or some data is named by a hub id; without, nothing of the run may touch the network.
     """
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ["DISABLE_TELEMETRY"] = "1"
@@ -29,7 +29,7 @@ def prepare_process(*, model_is_local: bool) -> None:
     # Threads of libgomp spin at a barrier before they sleep; with another busy process beside, they spin away the time
     # that the awaited thread needs. Fewer spins cost 3 % alone and save 60 % then: docs/benchmarks/cpu_spin_count.json.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    if model_is_local:
+    if not needs_hub:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 

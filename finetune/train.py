@@ -9,10 +9,11 @@ from pathlib import Path
 import transformers
 
 from finetune.console import Console
+from finetune.data.sources import with_commits
 from finetune.recipe.load import dump_recipe, recipe_hash
 from finetune.recipe.schema import Recipe
 from finetune.run.environment import collect_environment
-from finetune.run.folder import check_output_folder, create_run_folder, open_run_folder
+from finetune.run.folder import RunFolder, check_output_folder, create_run_folder, open_run_folder
 from finetune.trainer.build import build_model, build_trainer
 from finetune.trainer.checks import check_weights_are_finite
 from finetune.trainer.evaluation import Evaluator
@@ -63,9 +64,8 @@ def train(
     values = recipe.model_dump(mode="json")
     check_output_folder(folder, recipe_hash=digest, resume=resume, recipe=values, may_differ=MAY_DIFFER_ON_RESUME)
 
-    if resume and (date := open_run_folder(folder).date) is not None:
-        # A template that prints today's date goes on with the day that the run began on.
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"date": date})})
+    if resume:
+        recipe = _as_begun(recipe, open_run_folder(folder))
 
     # Everything that can be wrong without weights: config, targets, labels, lengths, disk.
     prepared = prepare(recipe, say=console.line)
@@ -80,7 +80,7 @@ def train(
     else:
         environment = collect_environment()
         run = create_run_folder(folder, recipe_text=dump_recipe(recipe), recipe_hash=digest, environment=environment)
-    run.require_same_data(prepared.data_digest(), date=prepared.dataset.date)
+    run.require_same_data(prepared.data_digest(), date=prepared.dataset.date, hub_commits=prepared.dataset.hub_commits)
 
     # From here on the run writes; whatever happens below, its report says so.
     with run.lock(), closing_report(run, recipe, prepared, started=started) as ending:
@@ -107,3 +107,14 @@ def train(
             ending.timings["evaluation_seconds"] = evaluator.seconds
     show_result(console, run, ending.report)
     return TrainOutcome(ending.status, str(run.path), prepared.plan_dict(), ending.report)
+
+
+def _as_begun(recipe: Recipe, run: RunFolder) -> Recipe:
+    """Returns the recipe with what may differ by the day fixed to that on which the run began.
+
+    A template that prints today's date writes that day's, and datasets of the hub are read at the commits of then.
+    """
+    data = with_commits(recipe.data, run.hub_commits)
+    if run.date is not None:
+        data = data.model_copy(update={"date": run.date})
+    return recipe.model_copy(update={"data": data})

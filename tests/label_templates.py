@@ -42,7 +42,7 @@ PHI = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
-OPENS_THINK = """{{ bos_token }}{% for m in messages %}
+OPENS_THINK = """{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}
 {%- if m.role == 'assistant' %}{% set c = m.content or '' %}
 {%- if '</think>' in c %}{% set c = c.split('</think>')[-1] %}{% endif %}
 {{- '<|Assistant|>' + c }}
@@ -52,7 +52,8 @@ OPENS_THINK = """{{ bos_token }}{% for m in messages %}
 {%- elif m.role == 'tool' %}{{ '<|output|>' + m.content + '<|/output|>' }}
 {%- else %}{{ '<|User|>' + m.content }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"""
-ITEMS = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}
+ITEMS = """{% if tools %}{{ tools | tojson }}{% endif %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}
 {%- for call in m.tool_calls or [] %}{{ '<function=' + call.function.name + '>' }}
 {%- for name, value in call.function.arguments | items %}{{ '<' + name + '>' }}
 {{- value | tojson if value is mapping or (value is sequence and value is not string) else value | string }}

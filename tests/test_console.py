@@ -6,7 +6,7 @@ import unicodedata
 
 import pytest
 
-from finetune.console import Console, plural, visible
+from finetune.console import Console, ordinal, plural, visible
 from finetune.errors import DataError
 
 
@@ -19,6 +19,11 @@ from finetune.errors import DataError
         ("tab\tand\nline", "tab\tand\nline"),
         ("\u6f22 \u05d0 \u00e9 \U0001f469\u200d\U0001f680", "\u6f22 \u05d0 \u00e9 \U0001f469\u200d\U0001f680"),
         ("\ud800", "\\ud800"),
+        ("a\u200bb\u2060c\ufeff", "a\\u200bb\\u2060c\\ufeff"),
+        (
+            "\u0915\u094d\u200d\u0937 \u0645\u06cc\u200c\u062e a\u00a0b",
+            "\u0915\u094d\u200d\u0937 \u0645\u06cc\u200c\u062e a\u00a0b",
+        ),
     ],
 )
 def test_characters_that_cannot_be_seen_are_spelled_out(text: str, shown: str) -> None:
@@ -46,6 +51,11 @@ def test_errors_spell_out_what_they_quote(capsys: pytest.CaptureFixture[str]) ->
 def test_each_remedy_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     Console().error(DataError("two things", remedy="Do this.\nOr that."))
     assert capsys.readouterr().err == "error: two things\nremedy:\n  - Do this.\n  - Or that.\n"
+
+
+def test_ordinal() -> None:
+    shown = [ordinal(number) for number in (1, 2, 3, 4, 11, 12, 13, 21, 111, 122)]
+    assert shown == ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "111th", "122nd"]
 
 
 def test_plural() -> None:

@@ -111,13 +111,14 @@ def check_refused(result: dict[str, Any], expected: Refused, path: Path) -> None
     """Checks that the reason is the expected one, for as many records, with places in the file and a remedy."""
     assert result["error"] == "DataError"
     assert expected.phrase in result["message"]
-    assert result["place"].startswith((f"{path}:", f"{path} (record "))
+    places = (f"{path}:", f"{path} (record ")
+    assert result["place"].startswith(places)
     assert result["remedy"]
     (fault,) = result["faults"]
     assert fault["records"] == expected.records
     assert fault["remedy"]
     assert len(fault["examples"]) == min(3, expected.records)
-    assert all(example["place"].startswith((f"{path}:", f"{path} (record ")) for example in fault["examples"])
+    assert all(example["place"].startswith(places) for example in fault["examples"])
 
 
 def write_recipe(tmp_path: Path, models: Path, *, tokenizer: str, data: Path) -> Path:

@@ -7,13 +7,14 @@ work on the finished store, so that a change of it needs no tokenizing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from finetune.console import Say
 from finetune.data.entry import Tokenized
 from finetune.data.gate import Check, GateReport
 from finetune.data.gate_report import cut_check, gate_report
@@ -21,7 +22,7 @@ from finetune.data.ledger import Ledger
 from finetune.data.pack import PackPlan, one_sample_a_row, pack
 from finetune.data.prepared import PreparedSources, date_of, prepare_sources
 from finetune.data.references import read_references
-from finetune.data.split import apply_duplicates, apply_leakage, hold_out, source_numbers, weighted
+from finetune.data.split import apply_duplicates, apply_leakage, hold_out, source_numbers, weight_check, weighted
 from finetune.data.store import SampleStore
 from finetune.data.template import prints_today
 from finetune.data.types import PromptReference
@@ -30,8 +31,6 @@ from finetune.recipe.schema import DataSection, EvalFraction, Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ class Dataset:
     """Control tokens that end the samples' last answers: where generation should stop, whatever the model's EOS is."""
     date: str | None
     """The date (YYYY-MM-DD) that the chat template writes, in every sample; None where it writes none."""
+    hub_commits: dict[str, str]
+    """The commit of each dataset of the hub that was read, by `pin_name` of its source."""
 
 
 def build_dataset(
@@ -102,6 +103,7 @@ def build_dataset(
         gate=gate_report(counts, parts.train, parts.held_out, max_length=data.max_length, checks=checks),
         end_ids=tuple(sorted(source.counts.end_ids)),
         date=data.date,
+        hub_commits=source.hub_commits | held_out_source.hub_commits,
     )
 
 
@@ -130,16 +132,20 @@ def _part(source: Tokenized, held_out: SampleStore | None, *, data: DataSection,
         held_out = train.select(np.flatnonzero(is_held_out))
         ledger = ledger.with_held_out(samples=len(held_out), tokens=held_out.num_tokens)
         checks.append(Check("rows equal in train and eval", "ok", "none can be: equal samples are held out together"))
-    taken = weighted(train, source_numbers(ledger), weights=[each.weight for each in data.train], seed=seed)
-    train = train.select(taken[~is_held_out[taken]])
+    weights, source_of = [each.weight for each in data.train], source_numbers(ledger)
+    taken = weighted(train, source_of, weights=weights, seed=seed)
+    checks += weight_check(ledger, taken=np.bincount(source_of[taken], minlength=len(weights)).tolist())
+    taken = taken[~is_held_out[taken]]
+    train = train.select(taken)
     if not len(train):
         raise DataError(
             "no sample is left to train on",
             place=data.train[0].path,
             remedy="Raise the sources' `weight`, or hold out less with `data.eval`.",
         )
-    if len(train) != ledger.samples - ledger.samples_held_out:
-        ledger = ledger.with_taken(samples=len(train), tokens=train.num_tokens)
+    if any(weight != 1 for weight in weights):
+        samples = np.bincount(source_of[taken], minlength=len(weights)).tolist()
+        ledger = ledger.with_taken(samples=samples, tokens=train.num_tokens)
     return _Parts(train, held_out, ledger, checks)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-DATA_VERSION = 6
+DATA_VERSION = 9
 """Raised by one whenever this package's code would make other tokens, labels or ledgers from the same input."""
 
 _COMPARED_ENTRIES = 50
@@ -59,6 +60,22 @@ def cache_folder() -> Path:
                 remedy="Set XDG_CACHE_HOME to a folder, or `data.cache` to false.",
             ) from error
     return base / "finetune" / "tokens"
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Writes a JSON value in one step; where that fails nothing is left beside it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    handle, aside = tempfile.mkstemp(prefix=".new-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(value, stream)
+        os.replace(aside, path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
 
 
 def file_digest(path: str | Path) -> str:

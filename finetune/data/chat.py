@@ -31,7 +31,6 @@ import numpy as np
 from finetune.data.load import shorten
 from finetune.data.loss_weights import weights_beside
 from finetune.data.notes import LeftOut
-from finetune.data.role_order import require_shown
 from finetune.data.spans import AnswerSpan, TurnFinder, TurnSpan
 from finetune.data.template import ChatTemplate, prints_today, texts_in, turns_of
 from finetune.data.tokens import TextTokenizer
@@ -75,6 +74,11 @@ class Renderer:
         self.beside_prompt: list[str | None] = []
         """Of the last learned turn of each sample rendered last, what stands between generation's prompt and what is
         learned; None where the text lacks that prompt."""
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether the template has a generation prompt; known once a conversation was rendered."""
+        return self._finder.has_prompt
 
     def render(self, conversation: Conversation, *, loss_on: LossOn) -> Sample:
         """Tokenizes and labels one conversation.
@@ -212,7 +216,7 @@ class Renderer:
         return Sample(input_ids, labels, conversation.origin, _loss_weights(labels, spans))
 
     def _find_turns(self, conversation: Conversation, *, needed: Collection[int]) -> tuple[str, dict[int, TurnSpan]]:
-        """Returns the rendered text and the assistant's turns in it, in order, by message.
+        """Returns the rendered text, which holds all other messages too, and the assistant's turns in it, by message.
 
         All turns are located, learned or not, so that the tokens do not depend on `loss_on`; a turn that is not needed
         and cannot be located is left out.
@@ -220,13 +224,16 @@ class Renderer:
         self._require_renderable(conversation)
         place = str(conversation.origin)
         text = self._template.render(turns_of(conversation), tools=conversation.tools, place=place)
-        require_shown(conversation, text)
         turns: dict[int, TurnSpan] = {}
-        for index, turn in self._finder.find(conversation, text).items():
+        located = self._finder.find(conversation, text)
+        for index, turn in located.turns.items():
             if isinstance(turn, TurnSpan):
                 turns[index] = turn
             elif index in needed:
                 raise turn
+        if located.context.fault is not None:
+            raise located.context.fault
+        self.left_out.hides_tools |= located.context.hides_tools
         return text, turns
 
     def _require_renderable(self, conversation: Conversation) -> None:
@@ -247,6 +254,7 @@ class Renderer:
                     f"{name} contains the control token {found.group()}, which the model would read as "
                     f"a border between turns, near {shorten(text[max(0, found.start() - 20) :][:60])}",
                     place=place,
+                    kind=f"a message or definition contains the control token {found.group()}",
                     remedy="Remove it from the text, or write it otherwise; the chat template adds control tokens.",
                 )
 
@@ -308,6 +316,7 @@ def _spans_of(conversation: Conversation, index: int, turn: TurnSpan, *, is_lear
             f"message {index + 1} chooses for parts of its content whether or how much they are learned, and has "
             "reasoning or tool calls beside them, so that what else is learned is not said",
             place=str(conversation.origin),
+            kind="a message chooses for parts of its content, beside reasoning or tool calls",
             remedy="Choose for the whole message, or remove the reasoning and the calls.",
         )
     content = message.content
@@ -338,6 +347,7 @@ def _require_choices(conversation: Conversation, loss_on: LossOn) -> None:
             raise DataError(
                 f"message {number} ({message.role}) is marked {wish}, but only an assistant's message can choose",
                 place=str(conversation.origin),
+                kind=f"a message ({message.role}) is marked {wish}, but only an assistant's message can choose",
                 remedy="Remove the mark; `data.loss_on: all` learns every token, `assistant` the answers only.",
             )
 

@@ -15,11 +15,10 @@ import errno
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,12 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.cache import CacheKey, cache_folder, explain_miss
+from finetune.console import Say
+from finetune.data.cache import CacheKey, cache_folder, explain_miss, replace_json
 from finetune.data.gate import GateCounts
 from finetune.data.ledger import Ledger
 from finetune.data.store import SampleStore
-
-Say = Callable[[str], None]
 
 BLOCK_BYTES = 16 << 20
 VERIFIED_WHOLE_BYTES = 1 << 30
@@ -166,10 +164,7 @@ def write_attachment(key: CacheKey, name: str, value: Any, *, say: Say) -> None:
     """Attaches a JSON value to an entry, in one step. Where that fails it costs time, so it is said and no error."""
     folder = entry_folder(key)
     try:
-        handle, aside = tempfile.mkstemp(prefix=".new-", dir=folder)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(value, stream)
-        os.replace(aside, folder / name)
+        replace_json(folder / name, value)
     except OSError as error:
         say(f"Token cache: {name} cannot be added to {folder} ({error}); the run goes on without it")
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
+from finetune.data.ledger import DropReason
 from finetune.data.types import Origin
 from finetune.errors import DataError
 
 EXAMPLES_SHOWN = 3
 _KINDS_SHOWN = 12
-_KIND = re.compile(r"(?:`[^`]*`|(?!: |, near |; its keys).)*", re.DOTALL)
-"""The start of a message, up to where it shows what was found; names in backticks are passed over whole."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +22,22 @@ class Fault:
     message: str
     remedy: str
     text: str = ""
-    """The record's beginning, where it could be read."""
+    """The record's beginning as JSON, or of the line that is none."""
+    kind: str = ""
+    """The message without what differs from record to record; the message itself where nothing does."""
     can_be_dropped: bool = True
     """`data.malformed: drop` may leave the record out."""
+    counts_as: DropReason | None = None
+    """The reason that the ledger gives for a dropped record which is not malformed; the errors then offer their own
+    remedies alone."""
 
-    @property
-    def kind(self) -> str:
-        """The message without what differs from record to record: numbers, and the text found."""
-        return re.sub(r"\d+", "N", cast("re.Match[str]", _KIND.match(self.message)).group())
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", self.kind or self.message)
+
+    @classmethod
+    def of(cls, error: DataError, origin: Origin, *, text: str = "", counts_as: DropReason | None = None) -> Fault:
+        """Returns the fault that an error tells of a record; `text` is the record's, where the error has none."""
+        return cls(origin, error.message, error.remedy, error.text or text, error.kind, counts_as=counts_as)
 
 
 @dataclass
@@ -94,7 +100,7 @@ class FaultList:
         first = groups[0].first
         drop = (
             "\nOr set `data.malformed` to drop to leave such records out, counted in the ledger."
-            if any(group.first.can_be_dropped for group in groups)
+            if any(group.first.can_be_dropped and group.first.counts_as is None for group in groups)
             else ""
         )
         if len(self) == 1:

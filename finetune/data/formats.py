@@ -5,7 +5,7 @@
 | `alpaca` | `instruction`, `output`; optional `input`, `system`, `history` (list of [question, answer]), `tools` |
 | `sharegpt` | `conversations`: list of `from` (human, gpt, system, ...) and `value`; optional `system`, `tools` |
 | `messages` | `messages`: list of `role` and `content`; optional `system`, `tools` |
-| `prompt_completion` | `prompt` and `completion`, both strings or both lists of messages; with messages also `tools` |
+| `prompt_completion` | `prompt` and `completion`: two strings, or messages and messages or a string; `tools` |
 | `text` | `text`, or a plain text file |
 | `preference` | `chosen` and `rejected`, with or without `prompt`; recognised, but not learned by `sft` |
 | `kto` | an answer with `label` or `kto_tag`; recognised, but not learned by `sft` |
@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from finetune.data.load import Record
-from finetune.data.record_fields import empty, is_given, list_of, optional_text_of, text_of, value_of, wrong
+from finetune.data.record_fields import empty, is_given, list_of, optional_text_of, parsed, text_of, value_of, wrong
 from finetune.data.shorten import shorten
+from finetune.data.strict_json import JsonFault, decode
 from finetune.data.tool_calls import require_defined, tools_of
 from finetune.data.turns import messages_of, sharegpt_messages_of, unknown_turn_keys
 from finetune.data.types import Conversation, Message, Origin
@@ -74,12 +75,14 @@ def recognise(record: Record, origin: Origin) -> Format:
             f"the record fits several formats ({', '.join(fitting)}); its keys are {keys}",
             place=str(origin),
             remedy=f"Set the source's `format` to one of {', '.join(fitting)}.",
+            kind=f"the record fits several formats ({', '.join(fitting)})",
         )
     raise DataError(
         f"the record fits no known format; its keys are {keys}",
         place=str(origin),
         remedy="Name the columns by their role in the source's `columns`, such as {instruction: question, output: "
         f"answer}}, or rename its keys to one of these: {'; '.join(_SHAPES.values())}.",
+        kind="the record fits no known format",
     )
 
 
@@ -113,6 +116,7 @@ def require_same_format(record: Record, *, format: Format, origin: Origin, first
         f"format {format}",
         place=str(origin),
         remedy="Put the records of each format into a file of their own, and name each file as a source.",
+        kind=f"the record has the format {fitting[0]}, but the source's first record has the format {format}",
     )
 
 
@@ -124,8 +128,7 @@ def convert(record: Record, *, format: Format, origin: Origin) -> Conversation:
             assistant's, a key would change the meaning and is not supported, or the format is one that supervised
             training would learn wrongly.
     """
-    if isinstance(record, str):
-        record = {"text": record}
+    record = {"text": record} if isinstance(record, str) else _with_lists(record, origin)
     unlearnable = format if format in ("preference", "kto", "prompt_answer") else unlearnable_format(record)
     # With a format named by the recipe, prompts with answers are what the recipe says, the other two never are.
     if unlearnable is not None and (unlearnable == format or unlearnable != "prompt_answer"):
@@ -149,8 +152,11 @@ def unused_line(keys: Iterable[str]) -> str:
     listed = sorted(keys)
     if not listed:
         return ""
-    of_turns = " (a key of a message is handed to the chat template)" if any("[]" in key for key in listed) else ""
-    return f"not used: {', '.join(listed)}{of_turns}"
+    own = [key for key in listed if "[]" not in key]
+    handed = [key for key in listed if "[]" in key]
+    told = [f"not used: {', '.join(own)}"] if own else []
+    told += [f"no meaning here, handed to the chat template: {', '.join(handed)}"] if handed else []
+    return "; ".join(told)
 
 
 def _fitting(record: Record) -> list[Format]:
@@ -175,7 +181,22 @@ def _fitting(record: Record) -> list[Format]:
 
 
 def _has_sharegpt_turns(turns: Any) -> bool:
+    if isinstance(turns, str):
+        try:
+            turns = decode(turns)
+        except JsonFault:  # told by `convert`, with its place
+            return False
     return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
+
+
+def _with_lists(record: dict[str, Any], origin: Origin) -> dict[str, Any]:
+    """Returns the record with the lists of turns that are JSON text, as in a CSV file, decoded."""
+    texts = {
+        key: parsed(record[key], key, origin)
+        for key in ("messages", "conversations", "history")
+        if isinstance(record.get(key), str) and record[key].strip()
+    }
+    return {**record, **texts} if texts else record
 
 
 def _unused(record: dict[str, Any], format: str, *, turns_key: str | None = None) -> tuple[str, ...]:
@@ -248,9 +269,12 @@ def _from_prompt_completion(record: dict[str, Any], origin: Origin) -> Conversat
                     remedy=f"Write prompt and completion as lists of messages, or remove `{name}`.",
                 )
         return Conversation("completion", origin, text=prompt, completion=completion, unused_keys=unused)
-    if isinstance(prompt, list) and isinstance(completion, list):
+    if isinstance(prompt, list) and isinstance(completion, list | str):
         before = _with_system(record, messages_of(record, "prompt", origin), origin)
-        after = messages_of(record, "completion", origin)
+        if isinstance(completion, str):
+            after = (_answer(text_of(record, "completion", origin), "completion", origin),)
+        else:
+            after = messages_of(record, "completion", origin)
         if not any(message.role == "assistant" for message in after):
             raise DataError("completion has no assistant turn", place=str(origin), remedy="Add the answer.")
         return Conversation(
@@ -263,9 +287,9 @@ def _from_prompt_completion(record: dict[str, Any], origin: Origin) -> Conversat
         )
     found = f"{type(prompt).__name__} and {type(completion).__name__}"
     raise DataError(
-        f"prompt and completion must be two strings or two lists of messages, found {found}",
+        f"prompt and completion must be two strings, two lists of messages, or a list and a string, found {found}",
         place=str(origin),
-        remedy="Give both in the same form.",
+        remedy="Give both in the same form; beside a list of messages the completion may be the answer as a string.",
     )
 
 

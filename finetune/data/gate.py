@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Finding = Literal[
-    "nothing_learned", "end_not_learned", "bos_doubled", "bos_missing", "bos_repeated", "unknown_text", "prompt_differs"
+    "nothing_learned",
+    "end_not_learned",
+    "end_left_out",
+    "bos_doubled",
+    "bos_missing",
+    "bos_repeated",
+    "unknown_text",
+    "prompt_differs",
+    "prompt_missing",
+    "tools_hidden",
 ]
 
 FAULTS: dict[Finding, tuple[str, str]] = {
@@ -43,10 +52,14 @@ FAULTS: dict[Finding, tuple[str, str]] = {
 """Findings that stop the run: what is wrong, and the remedy."""
 
 WARNINGS: dict[Finding, str] = {
+    "end_left_out": "the last part of each learned answer is not learned, and no end of turn with it",
     "bos_missing": "the tokenizer puts BOS before a text, and the chat template writes none",
     "bos_repeated": "BOS stands again inside the record; some chat templates write it before each turn",
     "prompt_differs": "generation's prompt ends otherwise than the text before the last learned answer, so that the "
     "model is asked after another text than it learned",
+    "prompt_missing": "the chat template writes no generation prompt (`add_generation_prompt`), so that the model is "
+    "asked without what stands before the learned answers",
+    "tools_hidden": "tools are defined that the chat template does not show, so that the model is not told of them",
     "unknown_text": "the vocabulary lacks some of the text, which becomes the unknown token",
 }
 """Findings that are told."""
@@ -105,7 +118,16 @@ class Gate:
                 found.append("unknown_text")
         if without_end > _ends_inside_turns(conversation):
             found.append("end_not_learned")
+        elif not ends and "nothing_learned" not in found:
+            found.append("end_left_out")
         return list(dict.fromkeys(found)), ends
+
+    def has_control_tokens_inside(self, samples: Sequence[Sample], *, conversation: Conversation) -> bool:
+        """Tells whether a plain text, or a prompt and completion that are strings, holds control tokens of its own
+        beside BOS at the start and EOS at the end."""
+        if conversation.kind == "chat":
+            return False
+        return any(bool(np.isin(sample.input_ids[1:-1], self._end_array).any()) for sample in samples)
 
     def learns_an_end(self, pieces: Sequence[Sample]) -> bool:
         """Tells whether an end token is learned in what is trained of a record."""

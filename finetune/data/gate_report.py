@@ -18,6 +18,8 @@ _WARNING_NAMES: tuple[tuple[str, Finding], ...] = (
     ("BOS", "bos_missing"),
     ("BOS inside", "bos_repeated"),
     ("generation prompt", "prompt_differs"),
+    ("no generation prompt", "prompt_missing"),
+    ("definitions of tools", "tools_hidden"),
     ("text outside the vocabulary", "unknown_text"),
 )
 assert not {name for _, name in _WARNING_NAMES} & FAULTS.keys()
@@ -38,14 +40,13 @@ def gate_report(
         checks: on equal records, made where they were looked for.
     """
     documents = sum(count.documents for count in counts)
-    learned = sum(count.ends_learned for count in counts)
     stores = [train] if held_out is None else [train, held_out]
     longest = max(int(store.lengths.max()) for store in stores)
     return GateReport(
         (
             *_share_checks(train),
             *_weight_checks(stores),
-            Check("end of turn", "ok", f"learned in {learned:,} of {plural(documents, 'record')}"),
+            _end_check(counts, documents),
             *_warning_checks(counts, documents),
             Check("length", "ok", f"the longest sample has {longest:,} of {max_length:,} tokens"),
             *checks,
@@ -82,6 +83,21 @@ def _weight_checks(stores: Sequence[SampleStore]) -> list[Check]:
         return []
     learned = sum(store.num_supervised_tokens for store in stores)
     return [Check("loss weights", "ok", f"{weighted:,} of {learned:,} learned tokens have a weight other than 1")]
+
+
+def _end_check(counts: Sequence[GateCounts], documents: int) -> Check:
+    """Returns in how many records an end is learned, and why in the others none is; `cut_check` warns of cut ones."""
+    learned = sum(count.ends_learned for count in counts)
+    left_out = [count.warnings["end_left_out"] for count in counts if "end_left_out" in count.warnings]
+    num_left_out = sum(group.records for group in left_out)
+    detail = f"learned in {learned:,} of {plural(documents, 'record')}"
+    if cut := documents - learned - num_left_out:
+        detail += f"; cut off in {cut:,}"
+    if not num_left_out:
+        return Check("end of turn", "ok", detail)
+    origins = [str(origin) for group in left_out for origin in group.origins][:_EXAMPLES]
+    detail += f"; in {num_left_out:,} {WARNINGS['end_left_out']}, so that they do not teach to stop"
+    return Check("end of turn", "warning", detail, tuple(origins))
 
 
 def _warning_checks(counts: Sequence[GateCounts], documents: int) -> list[Check]:

@@ -2,26 +2,31 @@
 
 A local copy of the wanted commit is read where there is one. Otherwise rows are streamed if the recipe says so, or if
 it wants the first `max_rows` only, and the whole dataset is downloaded if not. A stream keeps a few batches in memory
-and nothing on the disk but the tokens. The rows are the same either way.
+and nothing on the disk but the tokens.
+
+The rows are the same either way where all files of the dataset have columns of the same types. Where they differ
+(numbers in one CSV file, text in the next), a download casts them to those of the first or fails, and a stream may pass
+each on as it is; so the key of the token cache tells the two apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.console import Say
 from finetune.data.hub_commit import Commit, local_copies, resolve_commit
 from finetune.data.hub_errors import hub_error, unreachable
-from finetune.data.table_files import rows_of, without_none
+from finetune.data.table_files import without_none
 from finetune.data.types import Origin
-from finetune.errors import DataError, FinetuneError
+from finetune.errors import DataError, EnvironmentProblem
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, IterableDataset
 
-Say = Callable[[str], None]
 
 _BATCH_ROWS = 1024
 
@@ -66,27 +71,34 @@ class HubDataset:
             EnvironmentProblem: the hub cannot be reached, or no longer, and there is no local copy.
             DataError: there is no such dataset, configuration, split or revision, it is empty, or its files are broken.
         """
-        from huggingface_hub.utils import httpx
-
-        commit = self.commit()
-        number = 0
-        try:
-            for row in _rows(_open(self, commit, say)):
+        split = _open(self, self.commit(), say)
+        number, chunks = 0, _chunks(split)
+        while True:
+            with _library_errors(self, num_read=number):
+                chunk = next(chunks, None)
+            if chunk is None:
+                break
+            for row in chunk:
                 number += 1
-                yield Origin(self.label, number), row
-        except FinetuneError:
-            raise
-        # Readers of the library raise plain ones (ValueError, TypeError, RuntimeError) beside those of the network.
-        except (OSError, ValueError, TypeError, RuntimeError, LookupError, httpx.HTTPError, _base_error()) as error:
-            raise hub_error(error, id=self.id, place=self.label, revision=self.revision, num_read=number) from error
+                yield Origin(self.label, number), without_none(row)
         if number == 0:
             raise DataError("the split holds no records", place=self.label, remedy="Name another `split`.")
 
 
-def _base_error() -> type[Exception]:
-    from datasets.exceptions import DatasetsError
+@contextmanager
+def _library_errors(hub: HubDataset, *, num_read: int = 0) -> Iterator[None]:
+    """Turns what a call of the hub's libraries raises into an error that names the dataset.
 
-    return DatasetsError
+    They raise plain errors (ValueError, TypeError, RuntimeError) beside those of the network, so nothing of ours may be
+    called inside.
+    """
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.utils import httpx
+
+    try:
+        yield
+    except (OSError, ValueError, TypeError, RuntimeError, LookupError, httpx.HTTPError, DatasetsError) as error:
+        raise hub_error(error, id=hub.id, place=hub.label, revision=hub.revision, num_read=num_read) from error
 
 
 def _open(hub: HubDataset, commit: Commit, say: Say) -> Dataset | IterableDataset:
@@ -97,11 +109,14 @@ def _open(hub: HubDataset, commit: Commit, say: Say) -> Dataset | IterableDatase
     elif hub.is_streamed:
         rows = f"the first {hub.max_rows:,} rows" if hub.max_rows is not None else "rows"
         say(f"{hub.label}: {rows} read from the hub as they arrive")
-        return builder.as_streaming_dataset(split=hub.split)  # type: ignore[return-value]
+        with _library_errors(hub):
+            return builder.as_streaming_dataset(split=hub.split)  # type: ignore[return-value]
     else:
         say(f"{hub.label}: downloaded once, then read from the local copy")
-        builder.download_and_prepare()
-    return builder.as_dataset(split=hub.split)  # type: ignore[return-value,arg-type]
+        with _library_errors(hub):
+            builder.download_and_prepare()
+    with _library_errors(hub):
+        return builder.as_dataset(split=hub.split)  # type: ignore[return-value,arg-type]
 
 
 def _builder(hub: HubDataset, commit: Commit) -> DatasetBuilder:
@@ -113,7 +128,13 @@ def _builder(hub: HubDataset, commit: Commit) -> DatasetBuilder:
     if local is not None and (hub.name is not None or commit.is_known_offline):
         return local
     if not commit.is_known_offline:
-        remote = load_dataset_builder(hub.id, name=hub.name, revision=commit.sha)
+        try:
+            with _library_errors(hub):
+                remote = load_dataset_builder(hub.id, name=hub.name, revision=commit.sha)
+        except EnvironmentProblem:  # not reached, with a commit that nobody had to be asked for
+            if local is None:
+                raise
+            return local
         if remote.hash == commit.sha:  # without a network the library takes the newest copy, whatever its commit
             return remote
     if local is not None:
@@ -133,16 +154,15 @@ def _local_builder(hub: HubDataset, commit: Commit) -> DatasetBuilder | None:
     return Cache(dataset_name=hub.id.rpartition("/")[2], repo_id=hub.id, config_name=config, version=version, hash=sha)
 
 
-def _rows(split: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
+def _chunks(split: Dataset | IterableDataset) -> Iterator[list[dict[str, Any]]]:
+    """Returns the rows, some at a time; no code but the library's runs while it is iterated."""
     from datasets import Dataset
 
     if not isinstance(split, Dataset) or any(_decodes(feature) for feature in split.features.values()):
         # Texts of JSON are decoded by the library; its rows hold the same filled-in nulls.
-        for row in split:
-            yield without_none(row)
-        return
-    for batch in split.with_format("arrow").iter(batch_size=_BATCH_ROWS):
-        yield from rows_of(batch)  # type: ignore[arg-type]
+        return ([row] for row in split)  # type: ignore[misc]
+    batches = split.with_format("arrow").iter(batch_size=_BATCH_ROWS)
+    return (batch.to_pylist(maps_as_pydicts="strict") for batch in batches)  # type: ignore[union-attr]
 
 
 def _decodes(feature: Any) -> bool:

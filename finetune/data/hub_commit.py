@@ -4,7 +4,7 @@ A commit never changes, so it stands for the bytes of all files in the key of th
 pinned to it. The rule:
 
 1. A revision that is a full commit hash is that commit; nothing is asked.
-2. Otherwise the hub is asked, once a process, and its answer is noted in the user's cache folder.
+2. Otherwise the hub is asked, once a process. Its answer is noted beside the token cache, where that is used.
 3. Where the hub cannot be reached, the commit noted last for this revision is taken.
 4. Without a note, the newest local copy's, but for the main branch only: a copy does not tell of which branch it was.
 """
@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from finetune.data.cache import cache_folder
+from finetune.data.cache import cache_folder, replace_json
 from finetune.data.hub_errors import hub_error, is_unreachable
+from finetune.errors import EnvironmentProblem
 
 FULL_HASH = re.compile(r"[0-9a-f]{40}")
 DEFAULT_CONFIG = "default"
@@ -53,7 +53,7 @@ def resolve_commit(id: str, name: str | None, revision: str | None) -> Commit:
         EnvironmentProblem: the hub cannot be reached, and nothing on this machine tells the commit.
     """
     if revision is not None and FULL_HASH.fullmatch(revision):
-        return Commit(revision, is_known_offline=False, origin="as the recipe says")
+        return Commit(revision, is_known_offline=False, origin="pinned by its hash")
     from huggingface_hub import HfApi
     from huggingface_hub.utils import HFValidationError, httpx
 
@@ -71,7 +71,6 @@ def resolve_commit(id: str, name: str | None, revision: str | None) -> Commit:
             return Commit(copies[-1].name, is_known_offline=True, origin=origin)
         raise hub_error(error, id=id, place=id, revision=revision) from error
     assert sha is not None, "the hub gives each revision's commit"
-    _note(id, shown, sha)
     return Commit(sha, is_known_offline=False, origin=shown)
 
 
@@ -94,20 +93,20 @@ def _note_file(id: str, revision: str) -> Path:
 def _noted(id: str, revision: str) -> str | None:
     try:
         note = json.loads(_note_file(id, revision).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none, or not whole: as good as none
+    except (OSError, ValueError, EnvironmentProblem):  # none, not whole, or no home folder: as good as none
         return None
     sha = note.get("commit") if isinstance(note, dict) else None
     return sha if isinstance(sha, str) and FULL_HASH.fullmatch(sha) else None
 
 
-def _note(id: str, revision: str, sha: str) -> None:
-    """Writes the note in one step; without it only a start without network is poorer, so no error stops the run."""
-    file = _note_file(id, revision)
+def note_commit(id: str, revision: str | None, commit: Commit, *, say: Callable[[str], None]) -> None:
+    """Notes the commit that the hub gave for a revision; without a note only a start without a network is poorer, so
+    one that cannot be written is said and no error."""
+    if commit.is_known_offline or commit.sha == revision:
+        return
+    file = _note_file(id, revision or "main")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(prefix=".new-", dir=file.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump({"dataset": id, "revision": revision, "commit": sha}, stream)
-        os.replace(aside, file)
-    except OSError:
-        return
+        replace_json(file, {"dataset": id, "revision": revision or "main", "commit": commit.sha})
+    except OSError as error:
+        say(f"{id}: the commit cannot be noted in {file.parent} ({error}); a start without a network may not find it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from finetune.data.shorten import shorten
+from finetune.data.types import Origin
 from finetune.errors import DataError, EnvironmentProblem, FinetuneError
 from finetune.recipe.paths import RELATIVE_TO
 
@@ -70,7 +71,7 @@ def hub_error(
     if num_read:
         return DataError(
             f"the split cannot be read after row {num_read:,}: {text}",
-            place=f"{place}:{num_read + 1}",
+            place=str(Origin(place, num_read + 1)),
             remedy="Its files may be broken, or their columns differ: name another `revision`, or set `max_rows` to "
             f"{num_read} to do without the rest.",
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.data.shorten import shorten
+from finetune.data.shorten import shorten, shorten_line, shorten_record
 from finetune.data.strict_json import JsonFault, decode, decode_at, skip_space
 from finetune.data.text_files import MAX_RECORD_BYTES, read_lines, read_text
 from finetune.data.types import Origin
@@ -37,7 +37,13 @@ def _object_of(text: str, origin: Origin) -> dict[str, Any]:
     try:
         value = decode(text)
     except JsonFault as fault:
-        raise DataError(fault.shown(text), place=str(origin), remedy=_line_remedy(text, number)) from fault
+        raise DataError(
+            fault.shown(text),
+            place=str(origin),
+            remedy=fault.remedy or _line_remedy(text, number),
+            kind=fault.kind,
+            text=shorten_line(text),
+        ) from fault
     if isinstance(value, list) and number == 1:
         raise DataError(
             f"the line is a JSON array, not an object: {shorten(text[:100])}",
@@ -101,7 +107,7 @@ def _element(file: Path, text: str, position: int, line: int) -> tuple[Any, int]
         raise DataError(
             f"the record that starts on this line cannot be used: {fault.problem}",
             place=f"{file}:{line}",
-            remedy="Correct the value in this record.",
+            remedy=fault.remedy,
         ) from fault
 
 
@@ -120,5 +126,7 @@ def _require_object(value: Any, origin: Origin) -> dict[str, Any]:
             f"a record must be a JSON object, found {type(value).__name__}: {shorten(value)}",
             place=str(origin),
             remedy='Write each record as an object, such as {"messages": [...]}.',
+            kind=f"a record must be a JSON object, found {type(value).__name__}",
+            text=shorten_record(value),
         )
     return value

@@ -77,6 +77,8 @@ class SourceCount:
     """Tokens of the kept samples that are learned."""
     tokens_weighted: int = 0
     """Those of them that have a weight other than 1 in the loss."""
+    samples_taken: int | None = None
+    """Of one pass over the data, like the ledger's; none where that has none."""
 
     def __post_init__(self) -> None:
         assert self.records == self.records_kept + self.records_split + self.records_dropped, self
@@ -112,8 +114,8 @@ class Ledger:
     """Kept samples that were set aside for evaluation."""
     tokens_held_out: int = 0
     samples_taken: int | None = None
-    """Samples that one pass over the data trains on: kept, not held out, times the weights; none where all count once
-    and none is held out."""
+    """Samples that one pass over the data trains on: kept, not held out, times the weights; none where each source has
+    the weight 1."""
     tokens_taken: int | None = None
 
     def __post_init__(self) -> None:
@@ -122,6 +124,7 @@ class Ledger:
         assert self.records_dropped == sum(group.records for group in self.dropped), self
         assert self.tokens_dropped == sum(group.tokens for group in self.dropped), self
         assert 0 <= self.samples_held_out <= self.samples, self
+        assert self.samples_taken in (None, sum(source.samples_taken or 0 for source in self.sources)), self
 
     def summary_lines(self) -> list[str]:
         """Returns the ledger as lines for the console; the first always, the others where there is something to say."""
@@ -158,9 +161,11 @@ class Ledger:
         """Returns the ledger with the part that was set aside for evaluation."""
         return replace(self, samples_held_out=samples, tokens_held_out=tokens)
 
-    def with_taken(self, *, samples: int, tokens: int) -> Ledger:
-        """Returns the ledger with what one pass trains on, where that differs from what was kept."""
-        return replace(self, samples_taken=samples, tokens_taken=tokens)
+    def with_taken(self, *, samples: Sequence[int], tokens: int) -> Ledger:
+        """Returns the ledger with what one pass trains on: the samples of each source, the tokens of all."""
+        pairs = zip(self.sources, samples, strict=True)
+        sources = tuple(replace(source, samples_taken=count) for source, count in pairs)
+        return replace(self, sources=sources, samples_taken=sum(samples), tokens_taken=tokens)
 
     def shallow_dict(self) -> dict[str, Any]:
         """Returns the fields by name, as they are."""
@@ -170,7 +175,7 @@ class Ledger:
         """Returns the ledger with other names: `paths` from old files to new, `sources` for the sources in order."""
 
         def renamed(origins: tuple[Origin, ...]) -> tuple[Origin, ...]:
-            return tuple(Origin(paths[origin.path], origin.record) for origin in origins)
+            return tuple(Origin(paths[origin.path], origin.record, origin.line) for origin in origins)
 
         return replace(
             self,
@@ -181,7 +186,11 @@ class Ledger:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the ledger as plain JSON values."""
-        return asdict(self)
+        values = asdict(self)
+        for name in ("dropped", "notes"):
+            for group, own in zip(values[name], getattr(self, name), strict=True):
+                group["first_origins"] = [origin.as_dict() for origin in own.first_origins]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Ledger:
@@ -214,7 +223,7 @@ _COUNTS = (
 
 
 def _origins(group: dict[str, Any]) -> tuple[Origin, ...]:
-    return tuple(Origin(**origin) for origin in group["first_origins"])
+    return tuple(Origin.from_dict(origin) for origin in group["first_origins"])
 
 
 def _places(origins: Sequence[Origin], count: int) -> str:
@@ -224,9 +233,10 @@ def _places(origins: Sequence[Origin], count: int) -> str:
 def _source_line(source: SourceCount) -> str:
     weight = f", weight {source.weight:g}" if source.weight not in (None, 1.0) else ""
     lost = f", {source.records_dropped:,} dropped" if source.records_dropped else ""
+    taken = f", {source.samples_taken:,} taken by one pass" if source.samples_taken is not None else ""
     return (
         f"  {source.path} ({source.format}{weight}): {plural(source.records, 'record')}{lost}, "
-        f"{plural(source.samples, 'sample')}, {plural(source.tokens_kept, 'token')}"
+        f"{plural(source.samples, 'sample')}, {plural(source.tokens_kept, 'token')}{taken}"
     )
 
 

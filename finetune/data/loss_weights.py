@@ -30,6 +30,11 @@ def weights_beside(labels: NDArray[np.int32], weights: NDArray[np.float32]) -> N
     return fitted if _is_other(fitted).any() else None
 
 
+def equal_weights(labels: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Returns the weights of tokens that count alike: 1 where one is learned, else 0 [T]."""
+    return (labels != IGNORE_INDEX).astype(np.float32)
+
+
 def num_weighted(weights: NDArray[np.float32] | None) -> int:
     """Returns how many learned tokens have a weight other than 1."""
     return 0 if weights is None else int(_is_other(weights).sum())
@@ -75,6 +80,18 @@ class WeightRuns:
         """Returns for each sample, tokens [start, end), its first run and the one after its last (int64 [N] both)."""
         return np.searchsorted(self.starts, starts), np.searchsorted(self.starts, ends)
 
+    def of_samples(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[NDArray[np.int64], WeightRuns]:
+        """Returns the runs of some samples, tokens [start, end), as int64 [R] the sample of each, and the R runs.
+
+        The runs' borders are counted from the start of their sample, so that they are the same wherever it lies.
+        """
+        firsts, lasts = self.within(starts, ends)
+        counts = lasts - firsts
+        samples = np.repeat(np.arange(len(counts)), counts)
+        chosen = np.repeat(lasts - np.cumsum(counts), counts) + np.arange(counts.sum())
+        offsets = starts[samples]
+        return samples, WeightRuns(self.starts[chosen] - offsets, self.ends[chosen] - offsets, self.values[chosen])
+
     def num_tokens(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns how many tokens of each sample have a weight other than 1, int64 [N]."""
         before = np.concatenate(([0], np.cumsum(self.ends - self.starts)))
@@ -86,7 +103,7 @@ class WeightRuns:
         first, last = np.searchsorted(self.starts, (start, start + len(labels)))
         if first == last:
             return None
-        weights = (labels != IGNORE_INDEX).astype(np.float32)
+        weights = equal_weights(labels)
         for run in range(first, last):
             weights[self.starts[run] - start : self.ends[run] - start] = self.values[run]
         return weights

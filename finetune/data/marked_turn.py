@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from finetune.data.load import shorten
-from finetune.data.marks import Found, Mark, Marker
+from finetune.data.marks import Found, Mark, Marker, writings
 from finetune.data.template import Turn
 from finetune.data.types import Conversation
 from finetune.errors import DataError
@@ -40,6 +39,15 @@ class MarkedTurn:
         content = str(self.turns[self.index].get("content") or "")
         return "" if "</think>" in content else content[: len(content) - len(content.lstrip())]
 
+    def is_trimmed(self, text: str, start: int, content: Found | None) -> bool:
+        """Tells whether white space at the ends of the content is not in what is learned from `start` on."""
+        said = str(self.turns[self.index].get("content") or "")
+        before, after = self.blank_before_content(), said[len(said.rstrip()) :]
+        if content is None or not (before or after):
+            return False
+        has_before = start <= content.start - len(before) and text.endswith(before, 0, content.start)
+        return not (has_before and text.startswith(after, content.end))
+
     def changed(self) -> DataError:
         """The error of a turn whose words do not come out as they went in."""
         message = self.conversation.messages[self.index]
@@ -47,6 +55,7 @@ class MarkedTurn:
         return DataError(
             f"the chat template changes or leaves out message {self.number}: {shorten(said)}",
             place=self.place,
+            kind="the chat template changes or leaves out an answer",
             remedy="Change the message to what the template keeps, or set `model.chat_template`.",
         )
 
@@ -59,12 +68,14 @@ class MarkedTurn:
             raise DataError(
                 f"message {self.number} has no words: no content, reasoning or tool call",
                 place=self.place,
+                kind="a message has no words",
                 remedy="Fill it, or remove it from the record.",
             )
         if self.has("call") and not takes_calls:
             raise DataError(
                 f"this chat template has no place for tool calls, and message {self.number} calls tools",
                 place=self.place,
+                kind="this chat template has no place for tool calls",
                 remedy="Set `model.chat_template` to a template that writes tool calls, or write the call as content.",
             )
         shown = [item.mark for item in self.found]
@@ -73,6 +84,7 @@ class MarkedTurn:
                 raise DataError(
                     f"the chat template leaves out tool call {mark.part + 1} of message {self.number}",
                     place=self.place,
+                    kind="the chat template leaves out one of several tool calls",
                     remedy="Split the calls into several turns, each with its answer, or set `model.chat_template`.",
                 )
         is_content_needed = not self.has("call")
@@ -86,6 +98,4 @@ class MarkedTurn:
 
 def _writings(mark: Mark) -> tuple[str, ...]:
     """Returns how a marked stretch may stand in the text: as it is, or inside JSON where it is an argument."""
-    if mark.kind != "call":
-        return (mark.body,)
-    return (mark.body, json.dumps(mark.body, ensure_ascii=False)[1:-1], json.dumps(mark.body)[1:-1])
+    return writings(mark.body) if mark.kind == "call" else (mark.body,)

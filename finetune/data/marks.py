@@ -1,6 +1,7 @@
-"""Mark the assistant's words, so that they can be found again in the text that a template makes of them.
+"""Mark the words of a conversation, so that they can be found again in the text that a template makes of them.
 
-Each stretch that the model generates (content, reasoning, one argument of each tool call) is put between two characters
+Each stretch that the model generates (content, reasoning, one argument of each tool call), each content that it reads,
+and the name of each tool that is defined is put between two characters
 that no text uses, the conversation is rendered again, and the marks are read back and taken out. Two proofs come with
 it: without its marks the text must be the plain text, and what stands between two marks must be what was marked.
 
@@ -21,8 +22,9 @@ from typing import Any, Literal
 
 from finetune.data.template import REASONING_KEYS, Turn
 
-Kind = Literal["reasoning", "opening", "content", "call"]
+Kind = Literal["reasoning", "opening", "content", "call", "context", "tool"]
 
+NO_MESSAGE = -1
 MAX_MARKS = 0x1000
 """Stretches that one conversation can have."""
 
@@ -57,8 +59,10 @@ class Mark:
     """A marked stretch of one message."""
 
     message: int
+    """Its index; `NO_MESSAGE` for the definition of a tool."""
     kind: Kind
-    """`opening` is content before a think block inside the content."""
+    """`opening` is content before a think block inside the content, `context` the content of another role than the
+    assistant, `tool` the name in a tool's definition."""
     body: str
     part: int = 0
     """Of a call: its position among the message's calls."""
@@ -96,8 +100,11 @@ class Marker:
         """Messages of which a mark was read twice or in part."""
 
     def mark(self, turn: Turn, index: int) -> Turn:
-        """Returns a message with its generated stretches marked."""
+        """Returns a message with its generated stretches marked; one of another role with its content marked."""
         marked = dict(turn)
+        if turn["role"] != "assistant":
+            content = turn["content"]
+            return {**marked, "content": self._wrapped(content, Mark(index, "context", content.strip()))}
         reasoning = next((turn[key] for key in REASONING_KEYS if turn.get(key)), None)
         if isinstance(reasoning, str):
             text = self._wrapped(reasoning, Mark(index, "reasoning", reasoning.strip()))
@@ -109,6 +116,12 @@ class Marker:
                 self._mark_call(call, Mark(index, "call", "", part)) for part, call in enumerate(turn["tool_calls"])
             ]
         return marked
+
+    def mark_tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+        """Returns the definition of a tool with its name marked; it may stand in the text several times."""
+        function = tool["function"]
+        name = self.enclosed(function["name"], Mark(NO_MESSAGE, "tool", function["name"]))
+        return {**tool, "function": {**function, "name": name}}
 
     def _mark_content(self, content: str, index: int) -> str:
         before, close, answer = content.rpartition("</think>")
@@ -180,7 +193,7 @@ class Marker:
                 opened[number] = length
             elif number not in found:
                 found[number] = Found(mark, opened.pop(number), length)
-            elif self.marks_names and mark.kind == "call":
+            elif mark.kind == "tool" or (self.marks_names and mark.kind == "call"):
                 opened.pop(number)
             else:
                 self.broken.add(mark.message)
@@ -188,6 +201,11 @@ class Marker:
         self.broken |= {self.marks[number].message for number in opened}
         self.found = sorted(found.values(), key=lambda item: item.start)
         return "".join(pieces)
+
+
+def writings(body: str) -> tuple[str, ...]:
+    """Returns how marked words may stand in the text: as they are, or inside JSON as calls and results do."""
+    return (body, json.dumps(body, ensure_ascii=False)[1:-1], json.dumps(body)[1:-1])
 
 
 def _has_text(value: Any) -> bool:

@@ -18,6 +18,10 @@ Policy = Literal["error", "drop", "truncate", "split"]
 _ORIGINS_SHOWN = 5
 
 
+class CannotBeSplit(DataError):
+    """A sample of the policy `split` is too long and no plain text; the record is sound."""
+
+
 @dataclass
 class OverLength:
     """Applies the policy to one sample after the other, and counts the ones that were too long.
@@ -42,7 +46,7 @@ class OverLength:
         """Returns the samples that stand for this one, or the reason why there is none.
 
         Raises:
-            DataError: the policy is `split` and the sample is not plain text.
+            CannotBeSplit: the policy is `split` and the sample is not plain text.
         """
         if len(sample) <= self.max_length:
             return [sample]
@@ -54,11 +58,12 @@ class OverLength:
             return [cut] if cut.num_supervised_tokens else "no_label_after_truncation"
         if self.policy == "split":
             if conversation.kind != "text":
-                raise DataError(
+                raise CannotBeSplit(
                     f"a sample of {len(sample):,} tokens does not fit into a row of {self.max_length:,}, and only "
                     "plain text can be split",
                     place=str(sample.origin),
                     remedy="Raise `data.max_length`, or set `data.over_length` to drop or truncate.",
+                    kind="a sample does not fit into a row, and only plain text can be split",
                 )
             return _split(sample, self.max_length)
         return [sample]
@@ -93,6 +98,7 @@ class OverLength:
                     origin,
                     f"a sample is longer than `data.max_length`: {length:,} tokens",
                     remedy,
+                    kind="a sample is longer than `data.max_length`",
                     can_be_dropped=False,
                 )
                 for origin, length in self.examples

@@ -2,8 +2,8 @@
 
 Forked processes start at once and share what the parent has in memory: with two of them on two cores, tokenizing takes
 half the time of one process, while spawned ones would import the libraries anew for seconds. They are forked before
-the parent starts reading. A worker that dies is an error that names the records it had; workers whose parent died end
-by themselves.
+the parent reads their first item. A worker that dies is an error that names the records it had; workers whose parent
+died end by themselves.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def map_ordered(
     )
     under_way: deque[tuple[str, Future[Result]]] = deque()
     try:
-        executor.submit(_start)  # the first task forks all workers, before a reader has connections and threads
+        # The first task forks all workers, before this pool's reader opens files and connections. A reader of the hub
+        # may have left some open for a pool before it; workers read nothing, so they do not touch them.
+        executor.submit(_start)
         for item in items:
             under_way.append((describe(item), executor.submit(_run, item)))
             if len(under_way) >= workers * _ITEMS_AHEAD:

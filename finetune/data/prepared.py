@@ -5,22 +5,23 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.console import plural
+from finetune.console import Say, plural
 from finetune.data.cache import DATA_VERSION, CacheKey, FileState, cache_folder, template_digest, tokenizer_digest
 from finetune.data.entry import Tokenized, entry_lock, open_entry, write_entry
 from finetune.data.faults import FaultList
 from finetune.data.gate import GateCounts
+from finetune.data.hub_commit import note_commit
 from finetune.data.ledger import Ledger, LedgerBuilder
 from finetune.data.over_length import OverLength
 from finetune.data.pool import choose_workers, map_ordered
 from finetune.data.reading import Reading, open_source
-from finetune.data.sources import hashed_files, hub_of, source_files
+from finetune.data.sources import hashed_files, hub_of, pin_name, source_files
 from finetune.data.store import StoreBuilder
 from finetune.data.tokenize import Batch, BatchResult, BatchTokenizer, Result, Settings
 from finetune.errors import DataError
@@ -29,7 +30,6 @@ from finetune.recipe.schema import DataSection, Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Say = Callable[[str], None]
 
 _PROGRESS_SECONDS = 5.0
 _BYTES_WORTH_WORKERS = 4 << 20
@@ -43,6 +43,8 @@ class PreparedSources(Tokenized):
     """Tokenized sources with what is needed to read some of their records again."""
 
     sources: tuple[Source, ...]
+    hub_commits: dict[str, str]
+    """The commit of each dataset of the hub, by `pin_name` of its source."""
     key: CacheKey | None
     """The key of the cache entry that holds them; none where no entry does."""
 
@@ -64,7 +66,8 @@ def prepare_sources(
     files = [path for source in sources for path in source_files(source)]
     hashed = [path for source in sources for path in hashed_files(source)]
     names = [source.path for source in sources]
-    commits = _commits(sources, say)
+    commits = _commits(sources, data, say)
+    pins = {pin_name(source): sha for source, sha in zip(sources, commits, strict=True) if sha is not None}
 
     def tokenized() -> Tokenized:
         return _tokenize(sources, files, data=data, tokenizer=tokenizer, say=say, workers=workers)
@@ -72,7 +75,7 @@ def prepare_sources(
     # A missing file is left to the reader, which names it better than a failed hash.
     if not data.cache or not all(map(os.path.isfile, hashed)):
         found = tokenized()
-        return PreparedSources(found.store, found.ledger, found.counts, found.shapes, tuple(sources), None)
+        return PreparedSources(found.store, found.ledger, found.counts, found.shapes, tuple(sources), pins, None)
     states = [FileState.of(path) for path in hashed]
     key = _cache_key(sources, states, commits, data=data, tokenizer=tokenizer)
     with ExitStack() as held:
@@ -84,7 +87,7 @@ def prepare_sources(
                 state.require_unchanged()
             if not write_entry(key, found, files=files, say=say):
                 key = None
-    return PreparedSources(found.store, found.ledger, found.counts, found.shapes, tuple(sources), key)
+    return PreparedSources(found.store, found.ledger, found.counts, found.shapes, tuple(sources), pins, key)
 
 
 def date_of(data: DataSection) -> datetime.date | None:
@@ -92,15 +95,17 @@ def date_of(data: DataSection) -> datetime.date | None:
     return datetime.date.fromisoformat(data.date) if data.date is not None else None
 
 
-def _commits(sources: Sequence[Source], say: Say) -> list[str | None]:
-    """Returns `dataset@commit` for each source that is a dataset of the hub, None for the others; says which."""
+def _commits(sources: Sequence[Source], data: DataSection, say: Say) -> list[str | None]:
+    """Returns the commit of each source that is a dataset of the hub, None for the others; says which."""
     found: list[str | None] = []
     for source in sources:
         hub = hub_of(source)
         commit = hub.commit() if hub is not None else None
         if hub is not None and commit is not None:
             say(f"{hub.label}: commit {commit.sha[:12]} ({commit.origin})")
-        found.append(f"{source.path}@{commit.sha}" if commit is not None else None)
+            if data.cache:
+                note_commit(hub.id, hub.revision, commit, say=say)
+        found.append(commit.sha if commit is not None else None)
     return found
 
 
@@ -118,20 +123,29 @@ def _cache_key(
     parts: dict[str, Any] = {
         "files": [state.sha256 for state in states],
         "file_types": ["".join(Path(state.path).suffixes[-2:]).lower() for state in states],
-        "hub_commits": list(commits),
+        "hub_commits": [sha and f"{source.path}@{sha}" for source, sha in zip(sources, commits, strict=True)],
+        "hub_libraries": _hub_libraries() if any(commits) else "",
         "files_of_sources": [len(source_files(source)) for source in sources],
         "tokenizer": tokenizer_digest(tokenizer),
         "chat_template": template_digest(tokenizer),
         "data_version": DATA_VERSION,
         "libraries": f"transformers {transformers.__version__}, tokenizers {tokenizers.__version__}",
     }
-    # A commit stands for the revision that led to it, and its rows are the same streamed or downloaded.
-    left_out = {"path", "weight", "revision", "streaming"}
+    # A commit stands for the revision that led to it. Streamed rows may differ from downloaded ones (see `hub.py`).
+    left_out = {"path", "weight", "revision"}
     for name in [name for name in Source.model_fields if name not in left_out]:
         parts["formats" if name == "format" else name] = [source.model_dump(mode="json")[name] for source in sources]
     # Whatever is no index work on the finished store counts; a new field of the section counts until it is named here.
     after = {"train", "eval", "packing", "cache", "duplicates", "leakage"}
     return CacheKey(parts | data.model_dump(mode="json", exclude=after))
+
+
+def _hub_libraries() -> str:
+    """Returns the versions of what makes rows of the files of a commit."""
+    import datasets
+    import pyarrow
+
+    return f"datasets {datasets.__version__}, pyarrow {pyarrow.__version__}"
 
 
 def _tokenize(
@@ -245,7 +259,8 @@ class _Collected:
     def _add_result(self, result: Result) -> None:
         if result.fault is not None:
             if self._data.malformed == "drop" and result.fault.can_be_dropped:
-                self._ledger.drop(result.origin, num_tokens=0, reason=f"malformed: {result.fault.kind}")
+                reason = result.fault.counts_as or f"malformed: {result.fault.kind}"
+                self._ledger.drop(result.origin, num_tokens=result.num_tokens, reason=reason)
             else:
                 self._faults.add(result.fault)
             return
@@ -257,9 +272,15 @@ class _Collected:
             self._ledger.note(note, result.origin)
         supervised = sum(result.supervised)
         self._ledger.keep(result.num_tokens, pieces=result.pieces, supervised=supervised, weighted=result.weighted)
-        for length, supervised, labels in zip(result.pieces, result.supervised, result.label_digests, strict=True):
+        pieces = zip(result.pieces, result.supervised, result.label_digests, strict=True)
+        for number, (length, supervised, labels) in enumerate(pieces):
             self._store.add_entry(
-                length, supervised=supervised, digest=result.digest, label_digest=labels, origin=result.origin
+                length,
+                supervised=supervised,
+                digest=result.digest,
+                label_digest=labels,
+                origin=result.origin,
+                is_next_piece=number > 0,
             )
 
     def _say_progress(self) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from finetune.console import Say
 from finetune.data.entry import recognised
 from finetune.data.faults import Fault
 from finetune.data.formats import Format, convert, describe, recognise, require_same_format
-from finetune.data.load import Record, shorten
+from finetune.data.load import Record
+from finetune.data.shorten import shorten_record
 from finetune.data.sources import read_source
 from finetune.data.tokenize import Batch, batches_of
 from finetune.data.types import Conversation, Origin
 from finetune.errors import DataError
 from finetune.recipe.schema import Source
-
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Reading:
         first: Origin | None = None
         for origin, record in read_source(self.source, say=self.say):
             if isinstance(record, DataError):
-                yield origin, Fault(origin, record.message, record.remedy)
+                yield origin, Fault.of(record, origin)
                 continue
             try:
                 if self.format is None:
@@ -59,7 +59,7 @@ class Reading:
                 elif first is not None:
                     require_same_format(record, format=self.format, origin=origin, first=first)
             except DataError as error:
-                yield origin, Fault(origin, error.message, error.remedy, shorten(record))
+                yield origin, Fault.of(error, origin, text=shorten_record(record))
                 continue
             yield origin, record
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from finetune.data.loss_weights import LARGEST_WEIGHT, SMALLEST_WEIGHT
@@ -14,6 +15,7 @@ LEARNED_KEYS = ("weight", "loss_weight", "train", "training", "trainable", "loss
 """Keys of a message or part that say whether it is learned: 1 or true that it is, 0 or false that it is not."""
 WEIGHT_KEYS = ("weight", "loss_weight")
 """Those of them that take other numbers too, and then say how much each token counts."""
+_INDEX = r"\[\d+\]"
 
 
 class Choice(NamedTuple):
@@ -24,15 +26,28 @@ class Choice(NamedTuple):
     weight: float = 1.0
 
 
+def wrong_record(name: str, what: str, origin: Origin, *, remedy: str, found: str = "") -> DataError:
+    """Returns the error `name what found`; such errors count as one kind, whatever was found and at whatever index.
+
+    Args:
+        name: where in the record, such as `messages[1].content`.
+        found: what differs from record to record, with the punctuation before it.
+    """
+    return DataError(
+        f"{name} {what}{found}", place=str(origin), remedy=remedy, kind=f"{re.sub(_INDEX, '[]', name)} {what}"
+    )
+
+
 def value_of(record: dict[str, Any], key: str, origin: Origin, *, where: str = "") -> Any:
     """Returns the value of a key that must be there."""
     if key not in record:
-        found = shorten(", ".join(map(str, record)))
-        raise DataError(
-            f"{where or 'the record'} has no key {key!r}; its keys are {found}",
-            place=str(origin),
+        raise wrong_record(
+            where or "the record",
+            f"has no key {key!r}",
+            origin,
             remedy=f"Add {key!r}, name the column that holds it in the source's `columns`, or set the source's "
             "`format` to what the file holds.",
+            found=f"; its keys are {shorten(', '.join(map(str, record)))}",
         )
     return record[key]
 
@@ -46,10 +61,12 @@ def text_of(record: dict[str, Any], key: str, origin: Origin, *, where: str = ""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{name} holds half of a surrogate pair at character {error.start}: {shorten(value[error.start :])}",
-            place=str(origin),
+        raise wrong_record(
+            name,
+            "holds half of a surrogate pair",
+            origin,
             remedy="Write the file again with whole characters; the text was cut inside an escaped one.",
+            found=f" at character {error.start}: {shorten(value[error.start :])}",
         ) from error
     return value
 
@@ -74,10 +91,12 @@ def parsed(text: str, name: str, origin: Origin) -> Any:
     try:
         return decode(text)
     except JsonFault as fault:
-        raise DataError(
-            f"{name} is not valid JSON: {fault.shown(text)}",
-            place=str(origin),
-            remedy=f"Correct {name}, or write it as an object instead of a string.",
+        raise wrong_record(
+            name,
+            "is not valid JSON",
+            origin,
+            remedy=f"{fault.remedy or f'Correct {name}.'} In JSON files it need not be a string.",
+            found=f": {fault.shown(text)}",
         ) from fault
 
 
@@ -94,10 +113,12 @@ def choice_of(holder: dict[str, Any], where: str, origin: Origin) -> Choice:
     }
     weights = {found[key] for key in WEIGHT_KEYS if key in found}
     if len(set(map(bool, found.values()))) > 1 or len(weights) > 1:
-        raise DataError(
-            f"{where} contradicts itself: {', '.join(f'{key} is {weight:g}' for key, weight in found.items())}",
-            place=str(origin),
+        raise wrong_record(
+            where,
+            "contradicts itself",
+            origin,
             remedy="Keep one of the keys.",
+            found=f": {', '.join(f'{key} is {weight:g}' for key, weight in found.items())}",
         )
     if not found:
         return Choice(None)
@@ -111,17 +132,21 @@ def _weight_of(key: str, value: Any, name: str, origin: Origin) -> float:
     if is_number and value in (0, 1):
         return float(value)
     if key not in WEIGHT_KEYS:
-        raise DataError(
-            f"{name} must be 0 or 1 (or false or true), found {shorten(value)}",
-            place=str(origin),
+        raise wrong_record(
+            name,
+            "must be 0 or 1 (or false or true)",
+            origin,
+            found=f", found {shorten(value)}",
             remedy=f"Set {name} to 1 to learn it and to 0 to leave it out; for a number between or beyond, call the "
             f"key {' or '.join(WEIGHT_KEYS)}.",
         )
     # Compared before it is turned into a float: an integer may be too large for one. NaN fails the comparison.
     if not is_number or not SMALLEST_WEIGHT <= value <= LARGEST_WEIGHT:
-        raise DataError(
-            f"{name} must be 0, or a number from {SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}, found {shorten(value)}",
-            place=str(origin),
+        raise wrong_record(
+            name,
+            f"must be 0, or a number from {SMALLEST_WEIGHT:f} to {LARGEST_WEIGHT:g}",
+            origin,
+            found=f", found {shorten(value)}",
             remedy=f"Set {name} to how much its tokens count in the loss: 1 is as much as others, 0 leaves it out. To "
             "take whole files more or less often, set the source's `weight`.",
         )
@@ -135,20 +160,22 @@ def is_given(value: Any) -> bool:
 
 def wrong(name: str, expected: str, value: Any, origin: Origin) -> DataError:
     """Returns the error for a value of the wrong type."""
-    return DataError(
-        f"{name} must be {expected}, found {type(value).__name__}: {shorten(value)}",
-        place=str(origin),
+    return wrong_record(
+        name,
+        f"must be {expected}, found {type(value).__name__}",
+        origin,
         remedy=f"Correct {name} in this record.",
+        found=f": {shorten(value)}",
     )
 
 
 def empty(name: str, origin: Origin) -> DataError:
     """Returns the error for a text that must not be empty."""
-    return DataError(f"{name} is empty", place=str(origin), remedy="Fill it, or remove the record.")
+    return wrong_record(name, "is empty", origin, remedy="Fill it, or remove the record.")
 
 
 def unknown_role(name: str, role: str, *, known: tuple[str, ...], origin: Origin) -> DataError:
     """Returns the error for a role that is none of those known."""
-    return DataError(
-        f"{name}: unknown role {shorten(role)}", place=str(origin), remedy=f"Use one of: {', '.join(known)}."
+    return wrong_record(
+        name, f"has the unknown role {shorten(role)}", origin, remedy=f"Use one of: {', '.join(known)}."
     )

@@ -2,14 +2,15 @@
 
 Usual is an optional system message, then questions and answers in turn; between a question and its answer may stand
 calls of tools and their results, any number of each. A template takes most other orders without a word, and what the
-model then learns (an answer to an answer, an instruction that is not there) is seldom what was meant.
+model then learns (an answer to an answer, an instruction that is not there) is seldom what was meant. That each message
+stands in the rendered text is proved for any order (`marked_rendering.py`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
+from finetune.console import ordinal
 from finetune.data.types import Conversation, Message
 from finetune.errors import DataError
 
@@ -24,32 +25,11 @@ def require_order(conversation: Conversation) -> None:
     """
     for index, what, remedy in _out_of_order(conversation.messages):
         raise DataError(
-            f"roles out of order: message {index + 1} ({conversation.messages[index].role}) {what}",
+            f"roles out of order: the {ordinal(index + 1)} message ({conversation.messages[index].role}) {what}",
             place=str(conversation.origin),
+            kind=f"roles out of order: a message ({conversation.messages[index].role}) {what}",
             remedy=f"{remedy}, or set `data.role_order` to any to take each order that the chat template takes.",
         )
-
-
-def require_shown(conversation: Conversation, text: str) -> None:
-    """Raises where a template leaves out a message that stands in an unusual order; the answers are proved elsewhere.
-
-    Args:
-        text: the rendered conversation.
-
-    Raises:
-        DataError: the words of such a message are not in the text.
-    """
-    for index, _, _ in _out_of_order(conversation.messages):
-        message = conversation.messages[index]
-        words = message.content.strip()
-        writings = (words, json.dumps(words, ensure_ascii=False)[1:-1], json.dumps(words)[1:-1])
-        if message.role != "assistant" and not any(writing in text for writing in writings):
-            raise DataError(
-                f"the chat template changes or leaves out message {index + 1} ({message.role}), which stands out of "
-                "order",
-                place=str(conversation.origin),
-                remedy="Move it to where the template writes it, remove it, or set `model.chat_template`.",
-            )
 
 
 def _out_of_order(messages: Sequence[Message]) -> Iterator[tuple[int, str, str]]:
@@ -62,20 +42,20 @@ def _out_of_order(messages: Sequence[Message]) -> Iterator[tuple[int, str, str]]
             yield (
                 index,
                 "must come first, as many chat templates leave it out elsewhere",
-                "Move it to the start, or join it with the first system message",
+                "Move the late system message to the start, or join it with the first one",
             )
         elif role == "tool" and not (before == "tool" or (previous is not None and _calls_tools(previous))):
             yield (
                 index,
                 "follows no tool call",
-                "Put it right after the assistant message with the `tool_calls` that it answers",
+                "Put the tool result right after the assistant message with the `tool_calls` that it answers",
             )
         elif role == "user" and before == "user":
-            yield index, "follows another question", "Join the two, or add the answer between them"
+            yield index, "follows another question", "Join the two questions, or add the answer between them"
         elif role == "assistant" and (before is None or before in _SYSTEM):
-            yield index, "answers no question", "Add the question before it, or remove it"
+            yield index, "answers no question", "Add the question before the answer, or remove the answer"
         elif role == before == "assistant" and not (_calls_tools(message) or (previous and _calls_tools(previous))):
-            yield index, "follows another answer", "Join the two, or add the question between them"
+            yield index, "follows another answer", "Join the two answers, or add the question between them"
         previous = message
 
 

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from finetune.data.loss_weights import equal_weights
 from finetune.data.pack import PackPlan
 from finetune.data.store import SampleStore
-from finetune.data.types import IGNORE_INDEX, Sample
 
 
 class RowTokens(TypedDict):
@@ -46,12 +46,9 @@ class RowDataset(Dataset[RowTokens]):
             lengths=np.array([len(sample) for sample in samples], dtype=np.int64),
         )
         if any(sample.loss_weights is not None for sample in samples):
-            tokens["loss_weights"] = np.concatenate([_weights(sample) for sample in samples])
+            weights = [
+                equal_weights(sample.labels) if sample.loss_weights is None else sample.loss_weights
+                for sample in samples
+            ]
+            tokens["loss_weights"] = np.concatenate(weights)
         return tokens
-
-
-def _weights(sample: Sample) -> NDArray[np.float32]:
-    """Returns the weights of a sample's tokens [L], also where each is 1."""
-    if sample.loss_weights is None:
-        return (sample.labels != IGNORE_INDEX).astype(np.float32)
-    return sample.loss_weights

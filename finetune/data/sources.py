@@ -5,20 +5,19 @@ from __future__ import annotations
 import difflib
 import glob
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from finetune.console import Say
 from finetune.data.hub import HubDataset
 from finetune.data.load import Record, is_data_file, read_records_and_faults
 from finetune.data.shorten import shorten
 from finetune.data.types import Origin
 from finetune.errors import DataError
 from finetune.recipe.paths import DATA_SUFFIXES, RELATIVE_TO, is_hub_dataset
-from finetune.recipe.schema import Source
-
-Say = Callable[[str], None]
+from finetune.recipe.schema import DataSection, Source
 
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "state.json"}
 """Files that the datasets library puts beside its data; they hold no records."""
@@ -62,6 +61,22 @@ def hub_of(source: Source) -> HubDataset | None:
         return None
     split = source.split or "train"
     return HubDataset(source.path, source.name, split, source.revision, source.streaming, source.max_rows)
+
+
+def pin_name(source: Source) -> str:
+    """Returns what the commit of a dataset of the hub is kept under: the dataset and its revision."""
+    return f"{source.path}@{source.revision or 'main'}"
+
+
+def with_commits(data: DataSection, commits: Mapping[str, str]) -> DataSection:
+    """Returns the section with the datasets of the hub at the commits that are kept under their names."""
+
+    def pinned(source: Source) -> Source:
+        sha = commits.get(pin_name(source)) if is_hub_dataset(source.path) else None
+        return source if sha is None else source.model_copy(update={"revision": sha})
+
+    lists = {"train": data.train} | ({"eval": data.eval} if isinstance(data.eval, list) else {})
+    return data.model_copy(update={name: [pinned(each) for each in sources] for name, sources in lists.items()})
 
 
 def read_source(source: Source, *, say: Say) -> Iterator[tuple[Origin, Record | DataError]]:

@@ -12,12 +12,13 @@ text that `add_generation_prompt` adds, looked for before the turn's first words
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from finetune.data.load import shorten
+from finetune.data.marked_rendering import Context, MarkedRendering
 from finetune.data.marked_turn import MarkedTurn
-from finetune.data.marks import Alphabet, Mark, Marker, TooManyMarks, alphabet_for
+from finetune.data.marks import Mark, Marker, TooManyMarks, alphabet_for
 from finetune.data.template import ChatTemplate, Turn, turns_of
 from finetune.data.types import Conversation
 from finetune.errors import DataError
@@ -60,6 +61,16 @@ class TurnSpan:
     is_content_dropped: bool
     has_reasoning_place: bool = False
     """Of a dropped reasoning: the template shows it where the turn is the last one."""
+    is_trimmed: bool = False
+    """White space at the ends of its content is not learned, as the template leaves it out."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """The span of each assistant turn, or why it has none, by message; and what became of all that is around them."""
+
+    turns: dict[int, TurnSpan | DataError]
+    context: Context
 
 
 class TurnFinder:
@@ -80,50 +91,28 @@ class TurnFinder:
         self._turn_end: str | None = None
         self._shows_last_reasoning: dict[bool, bool] = {}
 
-    def find(self, conversation: Conversation, text: str) -> dict[int, TurnSpan | DataError]:
-        """Returns the span of each assistant turn of a rendered conversation, or why it has none, by message."""
+    def find(self, conversation: Conversation, text: str) -> Located:
+        """Returns where the answers of a rendered conversation are, and whether all that surrounds them is there."""
         place = str(conversation.origin)
-        answers = [index for index, message in enumerate(conversation.messages) if message.role == "assistant"]
         alphabet = alphabet_for(text)
-        if alphabet is None:
-            return dict.fromkeys(answers, _private_characters(place))
         turns = turns_of(conversation)
         self._learn_template(turns)
-        try:
-            together = self._mark(conversation, turns, text, Marker(alphabet), answers)
-            spans: dict[int, TurnSpan | DataError] = {}
-            lower = 0
-            for index in answers:
-                marker = together or self._mark_alone(conversation, turns, text, alphabet, index)
-                try:
-                    spans[index] = span = self._locate(MarkedTurn(conversation, turns, index, marker), text, lower)
-                except DataError as error:
-                    spans[index] = error
-                else:
-                    lower = span.end
-        except TooManyMarks as error:
-            return dict.fromkeys(answers, _too_long(str(error), place))
-        return spans
-
-    def _mark(
-        self, conversation: Conversation, turns: Sequence[Turn], text: str, marker: Marker, answers: Collection[int]
-    ) -> Marker | None:
-        """Renders with some messages marked; None where the template fails on the marks or writes another text."""
-        marked = [marker.mark(turn, index) if index in answers else turn for index, turn in enumerate(turns)]
-        try:
-            rendered = self._template.render(marked, tools=conversation.tools, place=str(conversation.origin))
-        except DataError:
-            return None
-        return marker if marker.read(rendered) == text else None
-
-    def _mark_alone(
-        self, conversation: Conversation, turns: Sequence[Turn], text: str, alphabet: Alphabet, index: int
-    ) -> Marker | None:
-        """Marks one message, for a template that does not take the marks of another; then only its calls' names."""
-        for marker in (Marker(alphabet), Marker(alphabet, marks_names=True)):
-            if self._mark(conversation, turns, text, marker, [index]) is not None:
-                return marker
-        return None
+        marked = MarkedRendering(self._template, conversation, turns, text, alphabet)
+        spans: dict[int, TurnSpan | DataError] = {}
+        lower = 0
+        for index in (index for index, turn in enumerate(turns) if turn["role"] == "assistant"):
+            try:
+                if alphabet is None:
+                    raise _private_characters(place)
+                turn = MarkedTurn(conversation, turns, index, marked.marks_of_answer(index))
+                spans[index] = span = self._locate(turn, text, lower)
+            except DataError as error:
+                spans[index] = error
+            except TooManyMarks as error:
+                spans[index] = _too_long(str(error), place)
+            else:
+                lower = span.end
+        return Located(spans, marked.context())
 
     def as_generated(self, conversation: Conversation, text: str, span: TurnSpan) -> tuple[str, TurnSpan]:
         """Returns the text and span of a conversation's last turn after exactly what generation would be given.
@@ -178,6 +167,7 @@ class TurnFinder:
             is_reasoning_dropped=is_dropped,
             is_content_dropped=content is None and turn.has("content"),
             has_reasoning_place=is_dropped and self._has_reasoning_place(is_text=turn.has_think_text),
+            is_trimmed=turn.is_trimmed(text, start, content),
         )
 
     def _plain_start(self, turn: MarkedTurn, text: str, first: int, lower: int, prompt_end: int | None) -> int:
@@ -204,6 +194,7 @@ class TurnFinder:
                 f"message {turn.number} {what}, and the chat template shows no generation prompt before it, so where "
                 f"generation would begin is unknown; the text there is {shorten(text[max(0, first - 60) : first])}",
                 place=turn.place,
+                kind=f"a message {what}, and the chat template shows no generation prompt before it",
                 remedy="Set `model.chat_template` to a template whose generation prompt opens the assistant's turn.",
             )
         empty = None if turn.first("reasoning") else _EMPTY_THINK.match(text, prompt_end)
@@ -222,7 +213,7 @@ class TurnFinder:
         try:
             return self._template.render(turns, tools=turn.conversation.tools, place=turn.place) != text
         except DataError:
-            return True
+            return True  # the template refuses the turn without the block, so it does not write one of itself
 
     def _has_reasoning_place(self, *, is_text: bool) -> bool:
         """Tells whether the template shows the reasoning of a last turn, given as `<think>` text or beside it."""
@@ -235,17 +226,26 @@ class TurnFinder:
             self._shows_last_reasoning[is_text] = any(item.mark.kind == "reasoning" for item in marker.found)
         return self._shows_last_reasoning[is_text]
 
+    @property
+    def has_prompt(self) -> bool:
+        """Whether `add_generation_prompt` adds anything; known once a conversation was looked at."""
+        return bool(self._prompts)
+
     def beside_prompt(self, conversation: Conversation, index: int, text: str, span: TurnSpan) -> str | None:
         """Compares generation's prompt with the text before a turn's learned words.
 
         Returns what the template writes after the prompt and before those words, mostly nothing; None where the text
-        does not have the prompt there at all. A template without a fixed prompt has nothing to compare.
+        does not have the prompt there at all. Of a template without a generation prompt (`has_prompt`) it is what
+        stands between the messages before the turn and its words.
         """
-        if not self._prompts or index == 0:
+        if index == 0:
             return ""
-        prompt = self._prompts[0]
+        prompt = self._prompts[0] if self._prompts else ""
         if span.prompt_end is not None and text.endswith(prompt, 0, span.prompt_end):
             return text[span.prompt_end : span.start]
+        if not prompt:
+            return ""
+        # The fixed prompt is not here: what this template gives for these messages costs one more rendering a record.
         try:
             rendered = self._template.render(
                 turns_of(conversation)[:index],
@@ -254,7 +254,7 @@ class TurnFinder:
                 add_generation_prompt=True,
             )
         except DataError:
-            return ""
+            return ""  # it takes the messages with their answer only: there is no prompt to compare with
         return "" if text.endswith(rendered[-len(prompt) :], 0, span.start) else None
 
     def _prompt_end(self, turn: MarkedTurn, text: str, lower: int, upper: int) -> int | None:
@@ -319,6 +319,7 @@ class TurnFinder:
             f"the chat template puts no special token after message {turn.number}, so the model would never learn "
             f"to stop; the text there is {shorten(text[last.end : last.end + 40])}",
             place=turn.place,
+            kind="the chat template puts no special token after an answer",
             remedy="Set `model.chat_template` to a template that ends each answer with an end-of-turn token.",
         )
 

@@ -1,7 +1,8 @@
 """Part samples into train and eval, find equal ones, and apply the weights of sources: index work, no tokens read.
 
-Two samples are equal when the hash of their records' tokens is. All pieces of a record that was split share its hash,
-so they always stay on one side. Everything here works on arrays of one number a sample.
+Two samples are equal when the hash of their records' tokens is; of duplicates, labels and loss weights are equal too.
+All pieces of a record that was split share its hash, so they always stay on one side. Everything here works on arrays
+of one number a sample.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _equal_places(pairs: Sequence[tuple[Origin, Origin]]) -> tuple[str, ...]:
 
 
 def _equal_faults(pairs: Sequence[tuple[Origin, Origin]], message: str, remedy: str) -> list[Fault]:
-    return [Fault(origin, f"{message}: {match}", remedy, can_be_dropped=False) for origin, match in pairs]
+    return [Fault(origin, f"{message}: {match}", remedy, kind=message, can_be_dropped=False) for origin, match in pairs]
 
 
 def apply_duplicates(
@@ -93,7 +94,7 @@ def apply_duplicates(
         DataFaults: there are some, and the policy is `error`.
     """
     name = "duplicates"
-    told_apart = _with_weights_hashed(store)
+    told_apart = _with_labels_hashed(store)
     is_repeat = repeated(told_apart)
     if not is_repeat.any():
         return store, ledger, Check(name, "ok", "all records differ")
@@ -246,24 +247,36 @@ def weighted(
     return np.repeat(np.arange(len(store), dtype=np.int64), times)
 
 
-def _with_weights_hashed(store: SampleStore) -> SampleStore:
-    """Returns the store with the loss weights in its records' hashes: equal texts of unequal weights are no repeats.
+def weight_check(ledger: Ledger, *, taken: Sequence[int]) -> list[Check]:
+    """Returns a warning that names the sources of which the weights take nothing; none where there is no such source.
 
-    Only there: a text of `data.eval` is learned by heart whatever its weight, so leaks are told by tokens alone.
+    Args:
+        taken: samples of each source that the weights take.
     """
-    runs = store.weight_runs
-    if not len(runs):
-        return store
+    empty = [source for source, count in zip(ledger.sources, taken, strict=True) if source.samples and not count]
+    if not empty:
+        return []
+    detail = "the `weight` of a source rounds to none of its records, so nothing of it is learned; raise it"
+    examples = (f"{source.path} (weight {source.weight:g}, {plural(source.samples, 'sample')})" for source in empty)
+    return [Check("weights of sources", "warning", detail, tuple(examples))]
+
+
+def _with_labels_hashed(store: SampleStore) -> SampleStore:
+    """Returns the store with labels and loss weights in its records' hashes: equal texts of which other tokens are
+    learned, or with other weights, are no repeats.
+
+    Only there: a text of `data.eval` is learned by heart whatever its labels, so leaks are told by tokens alone.
+    """
     numbers = store.record_numbers
-    record_starts = store.starts[np.flatnonzero(np.diff(numbers, prepend=-1))]
-    firsts, lasts = runs.within(store.starts, store.starts + store.lengths)
-    counts = lasts - firsts
-    records = np.repeat(numbers, counts)
-    chosen = np.repeat(lasts - np.cumsum(counts), counts) + np.arange(counts.sum())
-    places = [(borders[chosen] - record_starts[records]).astype(np.uint64) for borders in (runs.starts, runs.ends)]
-    bits = runs.values[chosen].view(np.uint32).astype(np.uint64)
-    hashes = np.zeros(len(record_starts), dtype=np.uint64)
-    np.add.at(hashes, records, _mixed(_mixed(places[0], 1) + _mixed(places[1], 2) + _mixed(bits, 3), 4))
+    firsts = np.flatnonzero(np.diff(numbers, prepend=-1))  # the first piece of each record
+    learned = store.label_digests.copy()
+    samples, runs = store.weight_runs.of_samples(store.starts, store.starts + store.lengths)
+    places = [borders.astype(np.uint64) for borders in (runs.starts, runs.ends)]
+    bits = runs.values.view(np.uint32).astype(np.uint64)
+    np.add.at(learned, samples, _mixed(_mixed(places[0], 1) + _mixed(places[1], 2) + _mixed(bits, 3), 4))
+    pieces = (np.arange(len(store)) - firsts[numbers]).astype(np.uint64)
+    hashes = np.zeros(len(firsts), dtype=np.uint64)
+    np.add.at(hashes, numbers, _mixed(learned + _mixed(pieces, 5), 6))
     return replace(store, digests=store.digests + hashes[numbers])
 
 

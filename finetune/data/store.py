@@ -7,11 +7,12 @@
     supervised     int64  [N]     tokens of each sample that are learned
     digests        uint64 [N]     hash of the content of the record that the sample came from
     label_digests  uint64 [N]     hash of the sample's own labels: which of its tokens are learned
-    origins        int64  [N, 2]  index into the table of paths, number of the record
+    records        int64  [N]     the record that the sample came from, counted from 0 over all sources
+    origins        int64  [N, 2]  index into the table of paths, number of the record in its file
     weight_runs                   where learned tokens have a weight other than 1 in the loss; mostly none
 
 A million samples need no Python object each, and a saved store opens in the time that mapping its files takes.
-A selection of samples shares the tokens and has index arrays of its own: 56 bytes a sample.
+A selection of samples shares the tokens and has index arrays of its own: 64 bytes a sample.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _ARRAYS = {
     "supervised": np.int64,
     "digests": np.uint64,
     "label_digests": np.uint64,
+    "records": np.int64,
     "origins": np.int64,
 }
 _WEIGHT_ARRAYS = {"starts": np.int64, "ends": np.int64, "values": np.float32}
@@ -67,6 +69,7 @@ class SampleStore:
     supervised: NDArray[np.int64]
     digests: NDArray[np.uint64]
     label_digests: NDArray[np.uint64]
+    records: NDArray[np.int64]
     origins: NDArray[np.int64]
     paths: tuple[str, ...]
     max_id: int
@@ -112,15 +115,16 @@ class SampleStore:
     def record_numbers(self) -> NDArray[np.int64]:
         """Number of the record that each sample came from, from 0 in the order of the samples [N].
 
-        The pieces of a record that was split stand side by side and have one number.
+        The pieces of a record that was split stand side by side and have one number. Places cannot tell them: a file
+        that is named twice has two records of each place, which may stand side by side too.
         """
-        is_next = np.any(self.origins[1:] != self.origins[:-1], axis=1)
+        is_next = self.records[1:] != self.records[:-1]
         return np.concatenate([np.zeros(min(1, len(self)), dtype=np.int64), np.cumsum(is_next, dtype=np.int64)])
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> SampleStore:
         """Returns a store of these samples, in this order; no token is copied or read."""
         chosen = np.asarray(indices, dtype=np.int64)
-        names = ("starts", "lengths", "supervised", "digests", "label_digests", "origins")
+        names = ("starts", "lengths", "supervised", "digests", "label_digests", "records", "origins")
         return replace(self, **{name: np.asarray(getattr(self, name)[chosen]) for name in names})
 
     def with_paths(self, paths: tuple[str, ...]) -> SampleStore:
@@ -197,7 +201,7 @@ def _load_runs(folder: Path, num_runs: int, *, num_tokens: int) -> WeightRuns:
 class StoreBuilder:
     """Collects samples; in memory up to `spill_tokens`, then in nameless temporary files that go with the process.
 
-    Memory grows by 56 bytes a sample; tokens past the limit cost disk, 8 bytes each, in `folder` or where TMPDIR says.
+    Memory grows by 64 bytes a sample; tokens past the limit cost disk, 8 bytes each, in `folder` or where TMPDIR says.
     """
 
     def __init__(self, *, folder: Path | None = None, spill_tokens: int = SPILL_TOKENS) -> None:
@@ -206,7 +210,7 @@ class StoreBuilder:
         self._tokens = {"input_ids": array("i"), "labels": array("i")}
         self._files: dict[str, IO[bytes]] = {}
         self._lengths, self._supervised, self._origins = array("q"), array("q"), array("q")
-        self._digests, self._label_digests = array("Q"), array("Q")
+        self._digests, self._label_digests, self._records = array("Q"), array("Q"), array("q")
         self._weights = {"starts": array("q"), "ends": array("q"), "values": array("f")}
         self._num_tokens = 0
         self._max_id = -1
@@ -215,7 +219,7 @@ class StoreBuilder:
         """Returns the index of a data file, a new one for a new file."""
         return self._paths.setdefault(path, len(self._paths))
 
-    def add(self, sample: Sample, *, digest: int | None = None) -> None:
+    def add(self, sample: Sample, *, digest: int | None = None, is_next_piece: bool = False) -> None:
         """Appends a sample; `digest` is that of its record where the sample is only a piece of it."""
         if digest is None:
             digest = content_digest(sample.input_ids)
@@ -228,6 +232,7 @@ class StoreBuilder:
             digest=digest,
             label_digest=content_digest(sample.labels),
             origin=sample.origin,
+            is_next_piece=is_next_piece,
         )
 
     def add_tokens(
@@ -247,8 +252,20 @@ class StoreBuilder:
         if len(self._tokens["input_ids"]) >= self._spill_tokens:
             self._spill()
 
-    def add_entry(self, length: int, *, supervised: int, digest: int, label_digest: int, origin: Origin) -> None:
-        """Appends the next sample's place among the tokens."""
+    def add_entry(
+        self,
+        length: int,
+        *,
+        supervised: int,
+        digest: int,
+        label_digest: int,
+        origin: Origin,
+        is_next_piece: bool = False,
+    ) -> None:
+        """Appends the next sample's place among the tokens; `is_next_piece` says that it is of the same record."""
+        assert self._records or not is_next_piece, "the first sample is no next piece"
+        last = self._records[-1] if self._records else -1
+        self._records.append(last if is_next_piece else last + 1)
         self._lengths.append(length)
         self._supervised.append(supervised)
         self._digests.append(digest)
@@ -270,6 +287,7 @@ class StoreBuilder:
             supervised=np.frombuffer(self._supervised, dtype=np.int64),
             digests=np.frombuffer(self._digests, dtype=np.uint64),
             label_digests=np.frombuffer(self._label_digests, dtype=np.uint64),
+            records=np.frombuffer(self._records, dtype=np.int64),
             origins=np.frombuffer(self._origins, dtype=np.int64).reshape(-1, 2),
             paths=tuple(self._paths),
             max_id=self._max_id,

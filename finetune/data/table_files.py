@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.shorten import shorten
+from finetune.data.shorten import shorten, shorten_record
 from finetune.data.text_files import MAX_RECORD_BYTES, read_lines, require_regular
 from finetune.data.types import Origin
 from finetune.errors import DataError
@@ -47,6 +47,8 @@ def _read_delimited(file: Path, *, delimiter: str) -> Iterator[tuple[Origin, dic
                         place=str(origin),
                         remedy="Give each row as many fields as the header; quote fields that hold separators or "
                         "breaks.",
+                        kind=f"a row has {len(row)} fields, the header has {len(header)}",
+                        text=shorten_record(row),
                     ),
                 )
                 continue

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
+from finetune.data import render_limits
 from finetune.data.types import Conversation
-from finetune.errors import DataError
+from finetune.errors import DataError, EnvironmentProblem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,6 +78,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, date: datetime.date | None = None) -> None:
         self._tokenizer = tokenizer
+        self._name = f"the chat template of {tokenizer.name_or_path}" if tokenizer.name_or_path else "the chat template"
         template = str(tokenizer.chat_template)
         self._variables: dict[str, Any] = {}
         if date is not None and "date_string" in template:
@@ -98,15 +100,21 @@ class ChatTemplate:
 
         Raises:
             DataError: the template refuses the conversation or fails on it; its own words are in the message.
+            EnvironmentProblem: the template is no Jinja, or takes more time or memory than one conversation can need.
         """
         try:
-            return self._apply(turns, tools, add_generation_prompt)
+            with render_limits.limited():
+                text = self._apply(turns, tools, add_generation_prompt)
         except TemplateSyntaxError as error:
-            raise DataError(
-                f"the chat template is not valid Jinja: {error.message} (line {error.lineno} of the template)",
-                place=place,
+            raise EnvironmentProblem(
+                f"{self._name} is not valid Jinja: {error.message}",
+                place=f"line {error.lineno} of the template",
                 remedy="Correct the template, or set `model.chat_template` to another.",
             ) from error
+        except render_limits.RenderingTooLong as error:
+            raise self._endless(f"did not end within {render_limits.MAX_SECONDS:g} s", place) from error
+        except MemoryError as error:
+            raise self._endless(f"took more than {render_limits.MAX_BYTES >> 30} GiB of memory", place) from error
         # What programs of others fail with on data that they do not take; `raise_exception` is a TemplateError.
         except (
             TemplateError,
@@ -121,8 +129,18 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template refuses this conversation: {kind}{error}",
                 place=place,
-                remedy="Change the roles or contents to what the model's template takes, or set `model.chat_template`.",
+                remedy=_refusal_remedy(turns),
             ) from error
+        if len(text) > render_limits.MAX_CHARACTERS:
+            raise self._endless(f"made a text of {len(text):,} characters", place)
+        return text
+
+    def _endless(self, what: str, place: str) -> EnvironmentProblem:
+        return EnvironmentProblem(
+            f"{self._name} {what} on one record",
+            place=place,
+            remedy="Correct the template (`model.chat_template` names another), or remove the record.",
+        )
 
     def _apply(self, turns: Sequence[Turn], tools: Sequence[Turn], add_generation_prompt: bool) -> str:
         has_calls = any(turn.get("tool_calls") for turn in turns)
@@ -149,6 +167,16 @@ class ChatTemplate:
             add_generation_prompt=add_generation_prompt,
             **self._variables,
         )  # type: ignore[return-value]
+
+
+def _refusal_remedy(turns: Sequence[Turn]) -> str:
+    """Returns what to change in a conversation that the template refuses."""
+    remedy = "Change the roles or contents to what the model's template takes, or set `model.chat_template`."
+    for number, turn in enumerate(turns, start=1):
+        if turn.get("tool_calls") and turn.get("thinking") and str(turn.get("content") or "").strip():
+            both = f"Message {number} has content and reasoning beside tool calls, of which gpt-oss takes one only"
+            return f"{both}: keep one, or join them.\n{remedy}"
+    return remedy
 
 
 def _with_argument_texts(turn: Turn) -> Turn:

@@ -71,18 +71,23 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
     with _open(file) as stream:
         _require_text_start(stream, file)
         while True:
-            place = f"{file}:{number + 1}"
-            line = _read_piece(stream, MAX_RECORD_BYTES + 1, place=place)
+            try:
+                line = stream.readline(MAX_RECORD_BYTES + 1)
+            except (OSError, EOFError, zlib.error) as error:
+                raise _broken(error, f"{file}:{number + 1}") from error
             if not line:
                 return
             number += 1
-            if len(line) > MAX_RECORD_BYTES:
+            if line == b"\n":  # what else is done for a line takes long for millions of blank ones
+                yield number, "\n"
+            elif len(line) > MAX_RECORD_BYTES:
                 raise DataError(
                     f"the line is longer than {MAX_RECORD_BYTES:,} bytes",
-                    place=place,
+                    place=f"{file}:{number}",
                     remedy="Write one record on each line; store a long document as a .txt file.",
                 )
-            yield number, _decode(line, place=place, offset=offset, line=number)
+            else:
+                yield number, _decode(line, place=f"{file}:{number}", offset=offset, line=number)
             offset += len(line)
 
 
@@ -159,13 +164,6 @@ def _open(file: Path) -> io.BufferedReader | gzip.GzipFile:
     if suffix == ".zst":
         return io.BufferedReader(_ZstdStream(file), _CHUNK_BYTES)
     return io.BufferedReader(io.FileIO(file), _CHUNK_BYTES)
-
-
-def _read_piece(stream: io.BufferedReader | gzip.GzipFile, limit: int, *, place: str) -> bytes:
-    try:
-        return stream.readline(limit)
-    except (OSError, EOFError, zlib.error) as error:
-        raise _broken(error, place) from error
 
 
 def _read_chunk(stream: io.BufferedReader | gzip.GzipFile, *, place: str) -> bytes:
@@ -254,7 +252,7 @@ def _unreachable(file: Path, error: OSError | ValueError) -> DataError:
         message, remedy = "the file does not exist", f"Check the path. {RELATIVE_TO}"
         if not file.parent.is_dir():
             remedy = f"The folder {file.parent} does not exist either. {RELATIVE_TO}"
-        elif near := get_close_matches(file.name, _names_beside(file), n=3):
+        elif near := get_close_matches(file.name, _names_beside(file), n=3, cutoff=0.8):
             remedy = f"Did you mean {', '.join(near)}?"
     else:
         message, remedy = f"the path cannot be used: {error}", "Check the path."

@@ -19,10 +19,11 @@ from finetune.data.faults import Fault
 from finetune.data.formats import Format, convert, unused_line
 from finetune.data.gate import FAULTS, Finding, Gate
 from finetune.data.ledger import DropReason, LeftAside
-from finetune.data.load import Record, shorten
+from finetune.data.load import Record
 from finetune.data.loss_weights import WeightRuns, num_weighted
-from finetune.data.over_length import OverLength, Policy
+from finetune.data.over_length import CannotBeSplit, OverLength, Policy
 from finetune.data.role_order import require_order
+from finetune.data.shorten import shorten, shorten_record
 from finetune.data.store import content_digest
 from finetune.data.types import Conversation, Origin, Sample
 from finetune.errors import DataError
@@ -34,6 +35,11 @@ REASONING_LEFT_OUT = "the chat template leaves reasoning out of learned turns (`
 REASONING_WITHOUT_PLACE = "the chat template leaves reasoning out of learned turns, as it has no place for it"
 WRITTEN_AFTER_PROMPT = "between generation's prompt and learned answers the chat template writes, not learned, "
 CONTENT_LEFT_OUT = "the chat template leaves out content beside the tool calls of learned turns"
+UNKNOWN_CONTROL_TOKEN = "the text holds a control token that this tokenizer does not have"
+EMPTY_QUESTION = "a user message is empty"
+CONTROL_TOKENS_IN_PLAIN_TEXT = "plain text holds control tokens of the tokenizer, which are read as such"
+BLANK_LEFT_OUT = "the chat template leaves out white space at the ends of learned answers"
+TOOLS_LEFT_OUT = "the chat template leaves out the definitions of tools"
 
 _BATCH_RECORDS = 128
 _BATCH_CHARACTERS = 1 << 20
@@ -122,7 +128,8 @@ class BatchTokenizer:
             try:
                 samples += self._tokenize(batch, record, policy, result)
             except DataError as error:
-                result.fault = Fault(origin, error.message, error.remedy, shorten(record))
+                counts_as = "over_length" if isinstance(error, CannotBeSplit) else None
+                result.fault = Fault.of(error, origin, text=shorten_record(record), counts_as=counts_as)
         empty = [np.empty(0, dtype=np.int32)]
         return BatchResult(
             batch.source,
@@ -147,6 +154,8 @@ class BatchTokenizer:
             result.notes.append(LeftAside(unused_line(conversation.unused_keys)))
         if conversation.calls_undefined_tools:
             result.notes.append(LeftAside("tools are called and the record defines none"))
+        if any(message.role == "user" and not message.content.strip() for message in conversation.messages):
+            result.notes.append(LeftAside(EMPTY_QUESTION))
         if self._settings.refuses_unknown_control_tokens:
             self._refuse_unknown_control_token(conversation, record, result)
             if result.fault is not None:
@@ -162,12 +171,19 @@ class BatchTokenizer:
     def _look(self, samples: list[Sample], conversation: Conversation, record: Record, result: Result) -> None:
         """Passes the samples of a record through the gate; what it finds goes into the result."""
         result.findings, result.end_ids = self._gate.look(samples, conversation=conversation)
-        if None in self._renderer.beside_prompt:
+        if self._gate.has_control_tokens_inside(samples, conversation=conversation):
+            result.notes.append(LeftAside(CONTROL_TOKENS_IN_PLAIN_TEXT))
+        beside = self._renderer.beside_prompt
+        if None in beside:
             result.findings.append("prompt_differs")
+        if not self._renderer.has_prompt and any(text and text.strip() for text in beside):
+            result.findings.append("prompt_missing")
+        if self._renderer.left_out.hides_tools:
+            result.findings.append("tools_hidden")
         for name in result.findings:
             if name in FAULTS and result.fault is None:
                 message, remedy = FAULTS[name]
-                result.fault = Fault(result.origin, message, remedy, shorten(record), can_be_dropped=False)
+                result.fault = Fault(result.origin, message, remedy, shorten_record(record), can_be_dropped=False)
 
     def _rendered(self, conversation: Conversation, result: Result) -> list[Sample]:
         """Renders a conversation and notes what its template left out of it."""
@@ -182,6 +198,10 @@ class BatchTokenizer:
         result.notes += [LeftAside(f"{WRITTEN_AFTER_PROMPT}{shorten(text)}") for text in sorted(between)]
         if left_out.content_turns:
             result.notes.append(LeftAside(CONTENT_LEFT_OUT, left_out.content_turns))
+        if left_out.trimmed_turns:
+            result.notes.append(LeftAside(BLANK_LEFT_OUT, left_out.trimmed_turns))
+        if left_out.hides_tools:
+            result.notes.append(LeftAside(TOOLS_LEFT_OUT))
         return samples
 
     def _refuse_unknown_control_token(self, conversation: Conversation, record: Record, result: Result) -> None:
@@ -189,10 +209,11 @@ class BatchTokenizer:
         if found is not None:
             result.fault = Fault(
                 result.origin,
-                f"the text holds a control token that this tokenizer does not have: {found}",
+                f"{UNKNOWN_CONTROL_TOKEN}: {found}",
                 "Remove it from the text (the chat template writes the model's own), or set "
                 "`data.unknown_control_tokens` to keep to learn it as plain text.",
-                shorten(record),
+                shorten_record(record),
+                UNKNOWN_CONTROL_TOKEN,
                 can_be_dropped=False,
             )
 
@@ -201,7 +222,7 @@ def _cut(samples: list[Sample], conversation: Conversation, policy: OverLength, 
     """Applies the policy for long samples, and writes into the result what is left of the record.
 
     Raises:
-        DataError: the policy is `split` and the record is not plain text.
+        CannotBeSplit: the policy is `split` and the record is not plain text.
     """
     result.num_tokens = sum(map(len, samples))
     pieces: list[Sample] = []

@@ -105,6 +105,7 @@ class TextTokenizer:
                     f"the learned tokens decode to {shorten(self._decode(tokens))} instead of the answer "
                     f"{shorten(expected)}",
                     place=place,
+                    kind="the learned tokens decode to another text than the answer",
                     remedy="The tokenizer does not keep this text; remove the record, or correct its files.",
                 )
 

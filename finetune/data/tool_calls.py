@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from finetune.data.record_fields import parsed, text_of, wrong
+from finetune.console import ordinal
+from finetune.data.record_fields import parsed, text_of, wrong, wrong_record
 from finetune.data.shorten import shorten
 from finetune.data.types import Message, Origin
 from finetune.errors import DataError
@@ -41,6 +42,7 @@ def tools_of(record: dict[str, Any], origin: Origin) -> tuple[dict[str, Any], ..
             raise DataError(
                 f"tools[{index}] defines {shorten(name)} a second time",
                 place=str(origin),
+                kind="`tools` defines a tool a second time",
                 remedy="Keep one definition of each tool.",
             )
     return definitions
@@ -103,9 +105,10 @@ def _refuse_unknown(values: dict[str, Any], known: frozenset[str], where: str, o
     """Refuses keys that are not understood: arguments under another name would be left out, and `{}` be learned."""
     unknown = sorted(set(values) - known)
     if unknown:
-        raise DataError(
-            f"`{where}` holds {', '.join(f'`{key}`' for key in unknown)}, which is not understood",
-            place=str(origin),
+        raise wrong_record(
+            where,
+            f"holds {', '.join(f'`{key}`' for key in unknown)}, which is not understood",
+            origin,
             remedy='Write a call as {"function": {"name": ..., "arguments": {...}}}; remove or rename other keys.',
         )
 
@@ -124,8 +127,9 @@ def require_defined(messages: Sequence[Message], tools: Sequence[dict[str, Any]]
             name = call["function"]["name"]
             if name not in names:
                 raise DataError(
-                    f"message {index + 1} calls the tool {shorten(name)}, which `tools` does not define; it defines "
-                    f"{shorten(', '.join(sorted(names)))}",
+                    f"the {ordinal(index + 1)} message calls the tool {shorten(name)}, which `tools` does not define; "
+                    f"it defines {shorten(', '.join(sorted(names)))}",
                     place=str(origin),
+                    kind="a tool is called that `tools` does not define",
                     remedy="Add the tool's definition to `tools`, or correct the name of the call.",
                 )

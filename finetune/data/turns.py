@@ -15,10 +15,10 @@ from finetune.data.record_fields import (
     unknown_role,
     value_of,
     wrong,
+    wrong_record,
 )
 from finetune.data.tool_calls import calls_of
 from finetune.data.types import ContentPart, Conversation, Message, Origin, Role
-from finetune.errors import DataError
 
 ROLES: tuple[str, ...] = get_args(Role)
 SHAREGPT_ROLES: dict[str, Role] = {
@@ -120,9 +120,10 @@ def _message_of(turn: Any, where: str, origin: Origin) -> Message:
     if is_given(turn.get("tool_calls")):
         calls = calls_of(turn["tool_calls"], f"{where}.tool_calls", origin) + calls
     if calls and role != "assistant":
-        raise DataError(
-            f"{where} has the role {role} and calls tools; only the assistant can",
-            place=str(origin),
+        raise wrong_record(
+            where,
+            f"has the role {role} and calls tools; only the assistant can",
+            origin,
             remedy="Give the calls to an assistant message.",
         )
     text = "".join(part.text for part in content.texts)
@@ -148,21 +149,24 @@ def _extra_of(turn: dict[str, Any], where: str, origin: Origin, *, reasoning: st
     if not found:
         return extra
     if len(set(found)) > 1:
-        raise DataError(
-            f"{where} has several different reasonings (in {', '.join(REASONING_KEYS)} or typed parts)",
-            place=str(origin),
+        raise wrong_record(
+            where,
+            f"has several different reasonings (in {', '.join(REASONING_KEYS)} or typed parts)",
+            origin,
             remedy="Keep one of them.",
         )
     if turn["role"] != "assistant":
-        raise DataError(
-            f"{where} has the role {turn['role']} and a reasoning; only the assistant can have one",
-            place=str(origin),
+        raise wrong_record(
+            where,
+            f"has the role {turn['role']} and a reasoning; only the assistant can have one",
+            origin,
             remedy="Remove it, or correct the role.",
         )
     if text.lstrip().startswith("<think>") and "</think>" in text:
-        raise DataError(
-            f"{where} has a reasoning of its own and another as <think> text in its content",
-            place=str(origin),
+        raise wrong_record(
+            where,
+            "has a reasoning of its own and another as <think> text in its content",
+            origin,
             remedy="Keep one of them.",
         )
     return {**extra, **dict.fromkeys(_TEMPLATE_REASONING_KEYS, found[0])}
@@ -188,9 +192,10 @@ def _add_part(content: _Content, part: Any, where: str, origin: Origin) -> None:
         raise wrong(where, "a part of type text, reasoning, thinking or tool_call", part, origin)
     unknown = [name for name, value in part.items() if name not in _PART_KEYS and is_given(value)]
     if unknown:
-        raise DataError(
-            f"{where} has the unknown key {unknown[0]!r}, which may change what the part means",
-            place=str(origin),
+        raise wrong_record(
+            where,
+            f"has the unknown key {unknown[0]!r}, which may change what the part means",
+            origin,
             remedy=f"Remove the key; a part has type, text and one of {', '.join(LEARNED_KEYS)}.",
         )
     key = next((name for name in ("text", "value", "content", "thinking") if part.get(name) is not None), "text")
@@ -199,9 +204,10 @@ def _add_part(content: _Content, part: Any, where: str, origin: Origin) -> None:
         content.texts.append(ContentPart(text_of(part, key, origin, where=where), is_learned, weight))
         return
     if is_learned is not None:
-        raise DataError(
-            f"{where} is a part of type {kind} with a choice of its own whether it is learned; only text can have one",
-            place=str(origin),
+        raise wrong_record(
+            where,
+            f"is a part of type {kind} with a choice of its own whether it is learned; only text can have one",
+            origin,
             remedy="Remove the key, or set it on the whole message.",
         )
     if kind == "tool_call":
@@ -213,9 +219,10 @@ def _add_part(content: _Content, part: Any, where: str, origin: Origin) -> None:
 def _refuse_keys(turn: dict[str, Any], where: str, origin: Origin) -> None:
     for key, remedy in _REFUSED_TURN_KEYS.items():
         if is_given(turn.get(key)):
-            raise DataError(
-                f"{where}.{key} is not supported, and ignoring it would change what the message means",
-                place=str(origin),
+            raise wrong_record(
+                f"{where}.{key}",
+                "is not supported, and ignoring it would change what the message means",
+                origin,
                 remedy=remedy,
             )
 

@@ -39,6 +39,23 @@ class Origin:
             return f"{self.path}:{self.line} (record {self.record})"
         return f"{self.path}:{self.record}" if _has_line_numbers(self.path) else f"{self.path} (record {self.record})"
 
+    def as_dict(self) -> dict[str, str | int | None]:
+        """Returns the place as plain JSON values: the record's number in its file, the line that it starts on, or both,
+        with None for what is not known."""
+        if self.line is None and _has_line_numbers(self.path):
+            return {"path": self.path, "record": None, "line": self.record}
+        return {"path": self.path, "record": self.record, "line": self.line}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Origin:
+        """Reads what `as_dict` gave.
+
+        Raises:
+            KeyError: a value is missing.
+        """
+        path, record, line = values["path"], values["record"], values["line"]
+        return cls(path, line) if record is None else cls(path, record, line)
+
 
 def _has_line_numbers(path: str) -> bool:
     suffixes = [suffix.lower() for suffix in PurePath(path).suffixes]

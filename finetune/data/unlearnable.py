@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NoReturn
 
+from finetune.data.shorten import shorten
 from finetune.data.types import Origin
 from finetune.errors import DataError
 
@@ -33,10 +34,11 @@ def describe_unlearnable(record: dict[str, Any], format: Unlearnable) -> str:
     """Returns the format with the shape that this record has."""
     if format == "preference":
         prompts = [key for key in ("prompt", "conversations", "messages", "instruction") if key in record]
+        answers = [key for key in ("chosen", "rejected") if key in record]
         if not prompts:
             return "preference (implicit: chosen and rejected hold whole conversations)"
         is_text = isinstance(record[prompts[0]], str)
-        return f"preference ({'strings' if is_text else 'conversational'}: {prompts[0]}, chosen, rejected)"
+        return f"preference ({'strings' if is_text else 'conversational'}: {', '.join([prompts[0], *answers])})"
     if format == "kto":
         return f"kto (answers with a verdict in {'kto_tag' if 'kto_tag' in record else 'label'})"
     answer = next((key for key in ANSWER_KEYS if key in record), "answer")
@@ -49,16 +51,24 @@ def refuse_unlearnable(record: dict[str, Any], format: Unlearnable, origin: Orig
     Raises:
         DataError: always.
     """
+    if unlearnable_format(record) != format:
+        raise DataError(
+            f"the source's `format` is {format}, which this record does not have; its keys are "
+            f"{shorten(', '.join(map(str, record)))}",
+            place=str(origin),
+            remedy="Leave `format` out to have it recognised, or set it to what the file holds.",
+            kind=f"the source's `format` is {format}, which the record does not have",
+        )
     shown = describe_unlearnable(record, format)
     if format == "prompt_answer":
         answer = next((key for key in ANSWER_KEYS if key in record), "answer")
         message = f"this is {shown} data: prompts with an answer for a reward to compare with, not a text to learn"
-        with_string = ", with the prompt as a string" if isinstance(record.get("prompt"), list) else ""
-        remedy = f"To learn the answers as they are, {_mapped('completion', answer)}{with_string}."
+        remedy = f"To learn the answers as they are, {_mapped('completion', answer)}."
     elif format == "kto":
         message = f"this is {shown} data, and `training.method: sft` would learn the bad answers as if they were right"
         remedy = (
-            "Keep the records whose verdict is true, without the verdict; rename the key if it means another thing."
+            "Write the records whose verdict is true to a file without the verdict, and name that; `columns` cannot "
+            "choose records. Rename the key if it means another thing."
         )
     else:
         message = f"this is preference data, {shown}, and `training.method: sft` would learn the rejected answers too"
@@ -82,7 +92,7 @@ def _role_of_chosen(record: dict[str, Any]) -> str | None:
     """Returns the role in which supervised training learns the preferred answer as it stands; None where it cannot."""
     chosen, prompt = record.get("chosen"), record.get("prompt")
     if isinstance(chosen, str):
-        if isinstance(prompt, str):
+        if isinstance(prompt, str | list):
             return "completion"
         if "instruction" in record:
             return "output"

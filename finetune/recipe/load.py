@@ -159,7 +159,7 @@ def _read_text(path: str, source: TextSource, named_at: Place | None) -> str:
 def _near_files(path: str) -> str:
     folder = Path(path).parent
     names = sorted(item.name for item in folder.iterdir()) if folder.is_dir() and os.access(folder, os.R_OK) else []
-    near = difflib.get_close_matches(Path(path).name, names, n=1)
+    near = difflib.get_close_matches(Path(path).name, names, n=1, cutoff=0.8)
     if near:
         return f"Did you mean {_shown(str(folder / near[0]))}?"
     return "Check the path." if names else f"Check the path; there is no folder {_shown(str(folder))} with files in it."

@@ -204,9 +204,10 @@ class DataSection(Section):
     """What to do with records that cannot be used: refuse the run, telling all of them by kind, or leave them out,
     counted in the ledger with their places."""
     role_order: Literal["strict", "any"] = "strict"
-    """Order of the roles in a conversation. `strict` takes a system message first, then questions and answers in turn,
-    with tool calls and their results between; other records are malformed. `any` takes what the chat template takes and
-    does not leave out, such as an answer first or two questions in a row."""
+    """Order of the roles in a conversation. `strict` refuses as malformed: a system or developer message after the
+    first message, an answer before any question, two questions in a row, two answers in a row unless one of them calls
+    tools, and a tool result that follows neither a call nor another result. It takes all else, such as a question at
+    the end or a call without a result. `any` takes what the chat template takes and does not leave out."""
     duplicates: Literal["keep", "drop", "error"] = "keep"
     """What to do with records of the training data that equal an earlier one once rendered. `keep` warns."""
     leakage: Literal["error", "drop", "keep"] = "error"

@@ -119,11 +119,17 @@ class RunFolder:
         """The date (YYYY-MM-DD) that the run's chat template wrote when it began; None where it writes none."""
         return self.manifest().get("date")
 
-    def require_same_data(self, digest: str, *, date: str | None) -> None:
+    @property
+    def hub_commits(self) -> dict[str, str]:
+        """The commits of the datasets of the hub that the run began with, by `dataset@revision`."""
+        return self.manifest().get("hub_commits") or {}
+
+    def require_same_data(self, digest: str, *, date: str | None, hub_commits: Mapping[str, str] | None = None) -> None:
         """Records the hash of the run's data, or compares it with the one recorded when the run began.
 
         Args:
             date: the date that the chat template writes, recorded for the day that the run is continued on.
+            hub_commits: those of the datasets of the hub, by `dataset@revision`, recorded for the same.
 
         Raises:
             DataError: the data are not those that the run began with.
@@ -131,12 +137,17 @@ class RunFolder:
         manifest = self.manifest()
         recorded = manifest.get("data_digest")
         if recorded is None:
-            write_json(self.manifest_path, {**manifest, "data_digest": digest, "date": date})
+            found = {"data_digest": digest, "date": date, "hub_commits": dict(hub_commits or {})}
+            write_json(self.manifest_path, manifest | found)
         elif recorded != digest:
             raise DataError(
                 "the data differ from those that this run began with, so it cannot be continued on them",
                 place=str(self.path),
-                remedy="Put the data files back as they were, or start a new run with another output.dir.",
+                remedy="Put the data files back as they were, or start a new run with another output.dir."
+                + "".join(
+                    f"\nThe run read {name.rpartition('@')[0]} with `revision: {sha}`."
+                    for name, sha in self.hub_commits.items()
+                ),
             )
 
     def scan_checkpoints(self) -> CheckpointScan:

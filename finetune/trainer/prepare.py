@@ -83,6 +83,7 @@ class Prepared:
             "checkpoint_bytes": self.table.checkpoint_bytes,
             "delivers": self.delivers,
             "date_in_template": self.dataset.date,
+            "hub_commits": self.dataset.hub_commits,
         }
 
     def ledgers_dict(self) -> dict[str, dict[str, object]]:
@@ -95,16 +96,17 @@ class Prepared:
     def data_digest(self) -> str:
         """Hash of all samples, in order, by which a continued run knows its data again.
 
-        It is made of the hashes of the samples' records and labels, their numbers of tokens, and loss weights other
-        than 1; no token is read for it.
+        It is made of the hashes of the samples' records and labels, their numbers of tokens, and their loss weights
+        other than 1; no token is read for it, and samples that were left out have no part in it.
         """
         digest = hashlib.blake2b(digest_size=16)
         for store in (self.dataset.train, self.dataset.eval):
             if store is not None:
                 for array in (store.digests, store.lengths, store.label_digests):
                     digest.update(np.ascontiguousarray(array).data)
-                if len(store.weight_runs):
-                    for array in (store.weight_runs.starts, store.weight_runs.ends, store.weight_runs.values):
+                samples, runs = store.weight_runs.of_samples(store.starts, store.starts + store.lengths)
+                if len(runs):
+                    for array in (samples, runs.starts, runs.ends, runs.values):
                         digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 

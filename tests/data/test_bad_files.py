@@ -151,29 +151,37 @@ def test_other_encodings_are_named(tmp_path: Path, encoding: str, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "words", "remedy"),
     [
-        ("NaN", "NaN is no JSON value"),
-        ("-Infinity", "-Infinity is no JSON value"),
-        ("1e999", "too large for a float"),
-        ("9" * 5000, "too many digits"),
-        ('{"b": 1, "c": 2, "b": 3}', "the key 'b' stands twice"),
-        ('{"b": ["x\\ud83d"]}', "a.b[0] holds half of a surrogate pair at character 1"),
-        ('{"\\uDC00": 1}', "half of a surrogate pair"),
-        ("[" * 100_000, "nested too deeply"),
-        ("'x'", "Expecting value"),
+        ("NaN", "NaN is no JSON value", "null"),
+        ("-Infinity", "-Infinity is no JSON value", "null"),
+        ("1e999", "too large for a float", "as a string"),
+        ("1e-400", "1e-400' is too small for a float and would become 0", "Write 0"),
+        ("9" * 5000, "the integer '99999", "as a string"),
+        ('{"b": 1, "c": 2, "b": 3}', "the key 'b' stands twice", "Keep one"),
+        ('{"b": ["x\\ud83d"]}', "a.b[0] holds half of a surrogate pair at character 1", "whole characters"),
+        ('{"\\uDC00": 1}', "half of a surrogate pair", "whole characters"),
+        ("[" * 100_000, "nested too deeply", "less deeply"),
+        ("'x'", "Expecting value", "JSON"),
     ],
-    ids=["nan", "infinity", "float", "digits", "key-twice", "surrogate", "surrogate-key", "deep", "quotes"],
+    ids=["nan", "infinity", "float", "underflow", "digits", "key-twice", "half", "half-key", "deep", "quotes"],
 )
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_refused_json(tmp_path: Path, name: str, value: str, words: str) -> None:
+def test_refused_json(tmp_path: Path, name: str, value: str, words: str, remedy: str) -> None:
     path = tmp_path / name
     record = f'{{"a": {value}}}'
     path.write_text(f'{{"a": 1}}\n{record}\n' if name == "a.jsonl" else f'[{{"a": 1}},\n{record}]', encoding="utf-8")
     error = failure(path)
     assert error.place == f"{path}:2"
     assert words in error.message
+    assert remedy in error.remedy
     assert len(error.message) < 300
+
+
+def test_zeros_of_any_writing_are_zeros(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": [0.0, -0.00, 0e5, 0.0e-400, 5e-324]}', encoding="utf-8")
+    assert read(path) == [{"a": [0, 0, 0, 0, 5e-324]}]
 
 
 def test_whole_surrogate_pairs_are_text(tmp_path: Path) -> None:

@@ -145,6 +145,22 @@ def test_over_length_split_keeps_every_token(chatml: Any, tmp_path: Path, num_to
 def test_over_length_split_refuses_conversations(chatml: Any, write_jsonl: Callable) -> None:
     error = failure(chatml, write_jsonl([LONG_ANSWER]), max_length=64, over_length="split")
     assert "only plain text" in error.message
+    assert "drop or truncate" in error.remedy
+    assert "malformed" not in error.remedy
+
+
+def test_conversation_that_cannot_be_split_is_over_length(chatml: Any, write_jsonl: Callable) -> None:
+    """The ledger told of a malformed record of 0 tokens."""
+    path = write_jsonl([*questions(2), LONG_ANSWER, {"instruction": "q", "output": ""}])
+    settings = {"max_length": 64, "over_length": "split"}
+    ledger = build(chatml, path, malformed="drop", **settings)[0].ledger
+    too_long, malformed = ledger.dropped
+    assert (too_long.reason, too_long.records, too_long.first_origins) == ("over_length", 1, (Origin(str(path), 3),))
+    assert too_long.tokens == len(build(chatml, write_jsonl([LONG_ANSWER], "long.jsonl"))[0].train[0])
+    assert (malformed.reason.partition(":")[0], malformed.tokens) == ("malformed", 0)
+    error = failure(chatml, path, **settings)
+    assert "2 records cannot be used" in error.message
+    assert "`data.malformed`" in error.remedy, "of the other record"
 
 
 def test_nothing_left_is_an_error(chatml: Any, write_jsonl: Callable) -> None:

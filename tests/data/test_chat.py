@@ -305,7 +305,8 @@ def test_no_eos_token(make_tokenizer: Callable) -> None:
 def test_nothing_to_learn_is_an_error(make_tokenizer: Callable) -> None:
     """The only token of the only answer is the first of the sample, which nothing precedes."""
     tokenizer = make_tokenizer(chat_template="{{ messages[-1].content }}")
-    assert "no token of this record" in failure(chat("u", "A"), tokenizer, "all").message
+    conversation = Conversation("chat", ORIGIN, (Message("assistant", "A"),))
+    assert "no token of this record" in failure(conversation, tokenizer, "all").message
 
 
 PIECES = st.sampled_from(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -194,7 +195,12 @@ def test_record_that_fits_several_shapes_later_in_the_file() -> None:
 def test_keys_without_a_part_are_listed(record: dict[str, Any], unused: tuple[str, ...]) -> None:
     conversation = convert_auto(record)
     assert conversation.unused_keys == unused
-    assert ", ".join(unused) in unused_line(conversation.unused_keys)
+    assert all(key in unused_line(conversation.unused_keys) for key in unused)
+
+
+def test_keys_of_a_message_are_told_apart_from_those_that_go_nowhere() -> None:
+    line = unused_line(("id", "messages[].foo"))
+    assert line == "not used: id; no meaning here, handed to the chat template: messages[].foo"
 
 
 def test_nothing_is_said_when_every_key_has_a_part() -> None:
@@ -239,7 +245,7 @@ MALFORMED: list[tuple[str, Format, dict[str, Any], str]] = [
         "conversations[0].value is empty",
     ),
     ("messages-empty-list", "messages", {"messages": []}, "messages is an empty list"),
-    ("messages-no-list", "messages", {"messages": "x"}, "messages must be a list, found str"),
+    ("messages-no-list", "messages", {"messages": 5}, "messages must be a list, found int"),
     ("messages-role", "messages", {"messages": [{"role": "human", "content": "x"}]}, "unknown role 'human'"),
     ("messages-null", "messages", {"messages": [{"role": "user", "content": None}]}, "found NoneType"),
     (
@@ -260,6 +266,8 @@ MALFORMED: list[tuple[str, Format, dict[str, Any], str]] = [
     ("completion-system", "prompt_completion", {"prompt": "a", "completion": "b", "system": "s"}, "`system`"),
     ("completion-tools", "prompt_completion", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "`tools`"),
     ("alpaca-no-question", "alpaca", {"instruction": "", "input": " ", "output": "b"}, "instruction is empty"),
+    ("messages-no-json", "messages", {"messages": "x"}, "messages is not valid JSON: broken JSON at column 1"),
+    ("messages-key-twice", "messages", {"messages": '[{"role": "a", "role": "b"}]'}, "'role' stands twice"),
     ("messages-number", "messages", {"messages": [USER, {**ANSWER, "content": 4}]}, "must be a string, found int: 4"),
     ("messages-object", "messages", {"messages": [USER, {**ANSWER, "content": {"a": 1}}]}, "found dict"),
     (
@@ -291,6 +299,38 @@ def test_malformed_record(format: Format, record: dict[str, Any], words: str) ->
     assert words in error.message
     assert error.place == str(ORIGIN)
     assert len(error.remedy.split()) >= 3
+
+
+@pytest.mark.parametrize(
+    ("record", "format"),
+    [
+        ({"messages": [USER, ANSWER]}, "messages"),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}, "sharegpt"),
+        ({"instruction": "Hi", "output": "Hello!", "history": [["a", "b"]]}, "alpaca"),
+    ],
+    ids=["messages", "sharegpt", "history"],
+)
+def test_lists_may_be_json_text(record: dict[str, Any], format: Format) -> None:
+    """A cell of a CSV file is text, whatever it holds."""
+    as_text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in record.items()}
+    assert recognise(as_text, ORIGIN) == format
+    assert convert(as_text, format=format, origin=ORIGIN) == convert(record, format=format, origin=ORIGIN)
+
+
+def test_completion_beside_messages_may_be_the_answer_as_text() -> None:
+    conversation = convert_auto({"prompt": [USER], "completion": "4"})
+    assert conversation.messages[-1] == Message("assistant", "4")
+    assert conversation.num_prompt_messages == 1
+    assert "completion is empty" in failure({"prompt": [USER], "completion": " "}, "prompt_completion").message
+
+
+def test_naming_a_format_that_the_record_does_not_have_names_its_keys() -> None:
+    for format in ("preference", "kto", "prompt_answer"):
+        error = failure({"instruction": "a", "output": "b"}, format)
+        assert error.message.endswith("its keys are 'instruction, output'")
+        assert "chosen" not in error.message
+    only_chosen = failure({"instruction": "a", "chosen": "b"}, "preference").message
+    assert "(strings: instruction, chosen)" in only_chosen
 
 
 def test_unknown_role_lists_the_known() -> None:

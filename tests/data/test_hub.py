@@ -32,25 +32,30 @@ ROWS = [
 ]
 # The template prints the arguments as they are, so that a null which no one wrote would show in the tokens.
 PROGRAM = """
-import hashlib, json, sys
+import hashlib, json, pathlib, sys, time
+time.sleep = lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.02))  # the libraries wait seconds between retries
 import datasets
 from finetune.data.build import build_dataset
+from finetune.data.sources import with_commits
 from finetune.errors import FinetuneError
 from finetune.recipe.schema import DataSection
 from tiny import make_tokenizer
-datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = 1, 0.1
+datasets.config.STREAMING_READ_MAX_RETRIES = 1
 template = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}"
     "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\\n{% endif %}"
 )
 tokenizer = make_tokenizer(template=template)
-section, workers = json.loads(sys.argv[1])
+section, workers, commits, has_home = json.loads(sys.argv[1])
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+if not has_home:
+    pathlib.Path.home = no_home
+section = with_commits(DataSection.model_validate(section), commits)
 said = []
 try:
-    found = build_dataset(
-        DataSection.model_validate(section), tokenizer=tokenizer, seed=7, say=said.append, workers=workers
-    )
+    found = build_dataset(section, tokenizer=tokenizer, seed=7, say=said.append, workers=workers)
 except FinetuneError as error:
     print(json.dumps({"said": said, **error.as_dict()}))
 else:
@@ -58,6 +63,7 @@ else:
     tokens = store.input_ids.tobytes() + store.labels.tobytes() + store.lengths.tobytes()
     first = tokenizer.decode(store[0].input_ids) + tokenizer.decode(store[1].input_ids)
     answer = {"samples": len(store), "tokens": hashlib.sha256(tokens).hexdigest(), "first": first}
+    answer["hub_commits"] = found.hub_commits
     print(json.dumps({"said": said, "origin": str(store.origin(len(store) - 1)), **answer}))
 """
 
@@ -80,7 +86,14 @@ class Machine:
         self.hub, self.home = hub, home
 
     def start(
-        self, *, workers: int | None = 1, settings: dict[str, Any] | None = None, offline: bool = False, **source: Any
+        self,
+        *,
+        workers: int | None = 1,
+        settings: dict[str, Any] | None = None,
+        offline: bool = False,
+        has_home: bool = True,
+        commits: dict[str, str] | None = None,
+        **source: Any,
     ) -> dict[str, Any]:
         """Builds a data set of one source in a process of its own; returns what it said and made."""
         section = {"train": [{"path": "org/set", **source}], **(settings or {})}
@@ -95,10 +108,12 @@ class Machine:
             "XDG_CACHE_HOME": str(self.home / "cache"),
             "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}",
         }
+        if not has_home:
+            del environment["XDG_CACHE_HOME"]
         self.hub.requests.clear()
         self.hub.data_bytes = 0
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, json.dumps([section, workers])],
+            [sys.executable, "-c", PROGRAM, json.dumps([section, workers, commits or {}, has_home])],
             env=environment,
             cwd=self.home,
             capture_output=True,
@@ -147,7 +162,7 @@ def test_download_then_hit_then_another_commit(machine: Machine, hub: HubServer)
 
 
 def test_streamed_rows_are_the_downloaded_ones(machine: Machine, hub: HubServer) -> None:
-    """P25: by either way the same tokens, so they share an entry of the cache; a stream leaves no copy."""
+    """P25: by either way the same tokens where the files' columns have the same types; a stream leaves no copy."""
     streamed = machine.start(streaming=True)
     assert any("as they arrive" in line for line in streamed["said"])
     assert not list(machine.home.glob("hf/datasets/org___set/*/*/*/*.arrow"))
@@ -155,7 +170,8 @@ def test_streamed_rows_are_the_downloaded_ones(machine: Machine, hub: HubServer)
     assert list(machine.home.glob("hf/datasets/org___set/*/*/*/*.arrow"))
     assert streamed["tokens"] == downloaded["tokens"]
     assert "null" not in streamed["first"]
-    assert "hit" in machine.start()["cache"]
+    assert "hit" in machine.start(streaming=True)["cache"]
+    assert "changed: streaming" in machine.start()["cache"], "files of unlike columns would give other rows"
     copied = machine.start(streaming=True, settings={"cache": False})
     assert any("local copy" in line for line in copied["said"])
     assert hub.data_bytes == 0
@@ -170,6 +186,9 @@ def test_max_rows_reads_no_further(machine: Machine, hub: HubServer) -> None:
     assert "hit" in machine.start(max_rows=3)["cache"]
     assert "changed: max_rows" in machine.start(max_rows=12)["cache"]
     assert hub.files_sent() == {"data/train-0.jsonl", "data/train-1.jsonl"}
+    both = machine.start(max_rows=42, split="train+test")
+    assert (both["samples"], "data/test.jsonl" in hub.files_sent()) == (42, True)
+    assert any("as they arrive" in line for line in both["said"])
     sliced = machine.start(max_rows=3, split="train[5:]")
     assert "question 5" in sliced["first"], "a slice cannot be streamed, so it is downloaded"
 
@@ -216,6 +235,32 @@ def test_offline_start_uses_the_entry_then_the_copy(machine: Machine, hub: HubSe
     assert len(machine.entries()) == 1
 
 
+def test_commit_that_was_kept_is_read_again(machine: Machine, hub: HubServer) -> None:
+    """A run is continued on the commit that it began with, whatever the branch is at by then."""
+    first = machine.start()
+    assert first["hub_commits"] == {"org/set@main": hub.heads["org/set"]}
+    hub.publish("org/set", files_of(ROWS[:8]))
+    again = machine.start(commits=first["hub_commits"], settings={"cache": False})
+    assert again["tokens"] == first["tokens"]
+    assert machine.start()["samples"] == 8
+
+
+def test_without_cache_or_home_nothing_is_noted(machine: Machine) -> None:
+    """`data.cache: false` is the remedy where there is no home folder, and it was refused itself."""
+    assert machine.start(settings={"cache": False}, has_home=False)["samples"] == len(ROWS)
+    assert machine.start(settings={"cache": False})["samples"] == len(ROWS)
+    assert not (machine.home / "cache").exists()
+    assert "data.cache" in machine.start(has_home=False)["remedy"]
+
+
+def test_note_that_cannot_be_written_is_said(machine: Machine) -> None:
+    (machine.home / "cache/finetune").mkdir(parents=True)
+    (machine.home / "cache/finetune/hub").write_text("a file where the folder should be", encoding="utf-8")
+    found = machine.start()
+    assert found["samples"] == len(ROWS)
+    assert any("the commit cannot be noted in" in line for line in found["said"])
+
+
 def test_offline_start_reads_the_copy(machine: Machine, hub: HubServer) -> None:
     """P44: a local copy is read at the commit that was noted, and without a note at its own."""
     first = machine.start()
@@ -229,8 +274,9 @@ def test_offline_start_reads_the_copy(machine: Machine, hub: HubServer) -> None:
     machine.start()
     hub.stop()
     assert machine.start(settings={"max_length": 64})["samples"] == 8
-    pinned = machine.start(revision=old, name="default", settings={"max_length": 65})
-    assert pinned["tokens"] == first["tokens"], "an older copy than the newest"
+    for number, name in enumerate(("default", None)):
+        pinned = machine.start(revision=old, name=name, settings={"max_length": 65 + number})
+        assert pinned["tokens"] == first["tokens"], "an older copy than the newest"
     named = machine.start(revision="v1")
     assert named["error"] == "EnvironmentProblem", "no one knows which commit v1 is"
 
@@ -256,21 +302,19 @@ def test_break_of_a_download_keeps_nothing(machine: Machine, hub: HubServer) -> 
     assert not list(machine.home.glob("hf/datasets/org___set/*/*/*/*.arrow"))
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["downloaded", "streamed"])
 @pytest.mark.parametrize(
     ("source", "message", "remedy"),
     [
         ({"path": "org/none"}, "no such dataset on the hub", "org/name"),
         ({"revision": "v9"}, "no revision v9", "`revision`"),
         ({"split": "trian"}, "train", "`split`"),
+        ({"split": "trian", "streaming": True}, "train", "`split`"),
         ({"name": "other"}, "default", "`name`"),
     ],
-    ids=["dataset", "revision", "split", "configuration"],
+    ids=["dataset", "revision", "split", "split-streamed", "configuration"],
 )
-def test_errors_name_what_is_wrong(
-    machine: Machine, source: dict[str, str], message: str, remedy: str, streaming: bool
-) -> None:
-    failed = machine.start(streaming=streaming, **source)
+def test_errors_name_what_is_wrong(machine: Machine, source: dict[str, Any], message: str, remedy: str) -> None:
+    failed = machine.start(**source)
     assert failed["error"] == "DataError"
     assert message in failed["message"]
     assert remedy in failed["remedy"]

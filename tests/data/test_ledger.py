@@ -72,6 +72,23 @@ def test_unused_keys_are_noted_with_places(chatml: Any, write_jsonl: Callable) -
     assert (note.records, note.first_origins) == (1, (Origin(str(path), 2),))
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("a.jsonl", {"record": None, "line": 3}), ("a.parquet", {"record": 3, "line": None})]
+)
+def test_places_tell_lines_from_records(name: str, expected: dict[str, int | None]) -> None:
+    """Of JSONL and CSV the line stood under `record`, and `line` was null."""
+    builder = LedgerBuilder()
+    builder.open_source(name)
+    builder.drop(Origin(name, 3), num_tokens=0, reason="malformed: x")
+    builder.drop(Origin("b.json", 3, 17), num_tokens=0, reason="malformed: y")
+    ledger = builder.finish()
+    first, second = (group["first_origins"][0] for group in ledger.as_dict()["dropped"])
+    assert first == {"path": name, **expected}
+    assert second == {"path": "b.json", "record": 3, "line": 17}
+    again = Ledger.from_dict(ledger.as_dict()).with_paths({name: name, "b.json": "c.json"}, sources=["a"])
+    assert [str(group.first_origins[0]) for group in again.dropped] == [str(Origin(name, 3)), "c.json:17 (record 3)"]
+
+
 records = st.tuples(st.integers(1, 50), st.sampled_from(["keep", "cut", "split", "over_length", "malformed: x"]))
 
 

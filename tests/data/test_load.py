@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from finetune.data.formats import convert, recognise
 from finetune.data.load import read_records
 from finetune.errors import DataError
 
@@ -99,6 +101,8 @@ def test_missing_file_suggests_near_names(tmp_path: Path) -> None:
     assert error.place == str(tmp_path / "trian.jsonl")
     assert "does not exist" in error.message
     assert "train.jsonl" in error.remedy
+    for unlike in ("data.jsonl", "tests.jsonl", "valid.jsonl"):
+        assert "Did you mean" not in failure(tmp_path / unlike).remedy
     assert "nowhere" in failure(tmp_path / "nowhere" / "a.jsonl").remedy
 
 
@@ -250,3 +254,13 @@ def test_files_are_utf8_whatever_the_locale(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ascii([RECORDS[1]])
+
+
+def test_csv_of_messages_as_json_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    messages = [{"role": "user", "content": 'a, "b"\n'}, {"role": "assistant", "content": "c"}]
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream).writerows([["messages"], [json.dumps(messages)]])
+    ((origin, record),) = read_records(path, max_rows=None)
+    assert recognise(record, origin) == "messages"
+    assert convert(record, format="messages", origin=origin).messages[0].content == 'a, "b"\n'

@@ -117,7 +117,7 @@ BAD_ROWS: list[tuple[str, Any, str]] = [
     (
         "late-system",
         {"messages": [*MESSAGES["messages"], {"role": "system", "content": "s"}]},
-        "roles out of order: message 3",
+        "roles out of order: the 3rd message",
     ),
     ("tool-first", {"messages": [{"role": "tool", "content": "1"}, *MESSAGES["messages"]]}, "follows no tool call"),
     ("empty-answer", {"messages": [MESSAGES["messages"][0], {"role": "assistant", "content": ""}]}, "content is empty"),

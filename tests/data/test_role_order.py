@@ -24,14 +24,17 @@ TOOL_TEMPLATE = (
 )
 FIRST_SYSTEM_ONLY = TOOL_TEMPLATE.replace("messages %}", "messages if m.role != 'system' %}", 1)
 OUT_OF_ORDER: dict[str, tuple[list[Any], str]] = {
-    "two-questions": ([USER, USER, ANSWER], "message 2 (user) follows another question"),
-    "two-answers": ([USER, ANSWER, ANSWER], "message 3 (assistant) follows another answer"),
-    "answer-first": ([ANSWER, USER, ANSWER], "message 1 (assistant) answers no question"),
-    "answer-after-system": ([SYSTEM, ANSWER], "message 2 (assistant) answers no question"),
-    "late-system": ([USER, ANSWER, SYSTEM, USER, ANSWER], "message 3 (system) must come first"),
-    "system-and-developer": ([SYSTEM, {**SYSTEM, "role": "developer"}, USER, ANSWER], "message 2 (developer) must"),
-    "result-without-call": ([USER, ANSWER, RESULT, ANSWER], "message 3 (tool) follows no tool call"),
-    "result-after-question": ([USER, CALL, USER, RESULT, ANSWER], "message 4 (tool) follows no tool call"),
+    "two-questions": ([USER, USER, ANSWER], "the 2nd message (user) follows another question"),
+    "two-answers": ([USER, ANSWER, ANSWER], "the 3rd message (assistant) follows another answer"),
+    "answer-first": ([ANSWER, USER, ANSWER], "the 1st message (assistant) answers no question"),
+    "answer-after-system": ([SYSTEM, ANSWER], "the 2nd message (assistant) answers no question"),
+    "late-system": ([USER, ANSWER, SYSTEM, USER, ANSWER], "the 3rd message (system) must come first"),
+    "system-and-developer": (
+        [SYSTEM, {**SYSTEM, "role": "developer"}, USER, ANSWER],
+        "the 2nd message (developer)",
+    ),
+    "result-without-call": ([USER, ANSWER, RESULT, ANSWER], "the 3rd message (tool) follows no tool call"),
+    "result-after-question": ([USER, CALL, USER, RESULT, ANSWER], "the 4th message (tool) follows no tool call"),
 }
 IN_ORDER: dict[str, list[Any]] = {
     "plain": [USER, ANSWER, USER, ANSWER],
@@ -66,14 +69,27 @@ def test_out_of_order_is_refused(tokenizer: Any, write_jsonl: Callable, messages
     assert "`data.malformed` to drop" in caught.value.remedy
     assert isinstance(caught.value, DataFaults)
     (fault,) = caught.value.as_dict()["faults"]
-    assert (fault["kind"], fault["records"]) == ("roles out of order", 1)
+    assert fault["kind"].startswith(f"roles out of order: a {words.split(maxsplit=2)[2]}")
+    assert fault["records"] == 1
+
+
+def test_each_fault_of_the_order_has_its_own_remedy(tokenizer: Any, write_jsonl: Callable) -> None:
+    names = ("two-questions", "two-answers", "answer-first", "late-system")
+    path = write_jsonl([{"messages": OUT_OF_ORDER[name][0]} for name in names])
+    with pytest.raises(DataFaults) as caught:
+        build(tokenizer, path)
+    groups = caught.value.as_dict()["faults"]
+    assert [group["records"] for group in groups] == [1, 1, 1, 1]
+    words = ("Join the two questions", "Join the two answers", "Add the question before the answer", "late system")
+    assert all(word in group["remedy"] for word, group in zip(words, groups, strict=True))
 
 
 @pytest.mark.parametrize("messages", [case[0] for case in OUT_OF_ORDER.values()], ids=OUT_OF_ORDER)
 def test_out_of_order_is_left_out_or_taken(tokenizer: Any, write_jsonl: Callable, messages: list[Any]) -> None:
     path = write_jsonl([{"messages": IN_ORDER["plain"]}, {"messages": messages}])
     (dropped,) = build(tokenizer, path, malformed="drop").ledger.dropped
-    assert (dropped.reason, dropped.records) == ("malformed: roles out of order", 1)
+    assert dropped.reason.startswith("malformed: roles out of order: a message (")
+    assert dropped.records == 1
     taken = build(tokenizer, path, role_order="any").train
     assert len(taken) == 2
     num_answers = sum(message["role"] == "assistant" for message in messages)
@@ -87,15 +103,17 @@ def test_usual_orders_are_taken(tokenizer: Any, write_jsonl: Callable, messages:
 
 def test_sharegpt_is_looked_at_too(tokenizer: Any, write_jsonl: Callable) -> None:
     turns = [{"from": "human", "value": "q"}, {"from": "human", "value": "r"}, {"from": "gpt", "value": "a"}]
-    with pytest.raises(DataError, match="roles out of order: message 2"):
+    with pytest.raises(DataError, match="roles out of order: the 2nd message"):
         build(tokenizer, write_jsonl([{"conversations": turns}]))
 
 
 def test_any_order_is_not_taken_where_the_template_leaves_a_message_out(
     make_tokenizer: Callable, write_jsonl: Callable
 ) -> None:
-    path = write_jsonl([{"messages": [USER, ANSWER, {"role": "system", "content": "Be brief."}, USER, ANSWER]}])
-    with pytest.raises(DataError, match=r"leaves out message 3 \(system\), which stands out of order"):
+    """Also where a question holds the same words."""
+    late = {"role": "system", "content": "Be brief."}
+    path = write_jsonl([{"messages": [USER, ANSWER, late, {**USER, "content": "Now: Be brief. Why?"}, ANSWER]}])
+    with pytest.raises(DataError, match=r"left out by the chat template: message 3 \(system\), 'Be brief.'"):
         build(make_tokenizer(chat_template=FIRST_SYSTEM_ONLY), path, role_order="any")
     assert len(build(make_tokenizer(chat_template=TOOL_TEMPLATE), path, role_order="any").train) == 1
 

@@ -196,6 +196,7 @@ def test_a_million_samples_are_split_in_seconds() -> None:
         supervised=lengths,
         digests=rng.integers(0, count * 4, size=count, dtype=np.uint64),
         label_digests=rng.integers(0, count * 4, size=count, dtype=np.uint64),
+        records=np.arange(count),
         origins=np.stack([np.zeros(count, dtype=np.int64), np.arange(count)], axis=1),
         paths=("a.jsonl",),
         max_id=0,

@@ -81,7 +81,7 @@ def test_calls_without_any_definition_are_taken_and_told(tools: Any) -> None:
 
 def test_call_of_a_tool_that_is_not_defined() -> None:
     error = failure([CALL], [{**DEFINITION, "function": {"name": "g"}}])
-    assert "message 2 calls the tool 'f', which `tools` does not define; it defines 'g'" in error.message
+    assert "the 2nd message calls the tool 'f', which `tools` does not define; it defines 'g'" in error.message
 
 
 @pytest.mark.parametrize(

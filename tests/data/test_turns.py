@@ -80,7 +80,7 @@ def test_weight_says_how_much(key: str, value: float) -> None:
 )
 def test_what_is_no_weight_is_refused_by_name(key: str, value: Any) -> None:
     error = failure(**{key: value})
-    assert f"messages[1].{key} must be 0, or a number from 1e-06 to 100, found" in error.message
+    assert f"messages[1].{key} must be 0, or a number from 0.000001 to 100, found" in error.message
     assert "source's `weight`" in error.remedy
     assert f"content[0].{key} must be 0, or" in failure(content=[text("x", **{key: value})]).message
 

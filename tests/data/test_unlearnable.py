@@ -108,3 +108,12 @@ def test_answers_for_a_reward_can_be_learned_as_advised(chatml: Any, write_jsonl
     path = write_jsonl([{"prompt": "2 + 2 = ", "answer": "4"}])
     assert "{completion: answer}" in str(failure(chatml, path))
     assert learned(chatml, build(chatml, path, columns={"completion": "answer"})[0]).startswith("4")
+
+
+def test_answers_beside_a_list_of_messages_can_be_learned_as_advised(chatml: Any, write_jsonl: Callable) -> None:
+    """The first example of docs/data_formats.md: its advice led to an error."""
+    path = write_jsonl([{"prompt": [USER], "answer": "4"}])
+    assert "{completion: answer}" in failure(chatml, path).remedy
+    dataset, said = build(chatml, path, columns={"completion": "answer"})
+    assert learned(chatml, dataset) == "4<|im_end|>"
+    assert any("prompt_completion (messages)" in line for line in said)

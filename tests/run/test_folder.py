@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.errors import EnvironmentProblem, ExitCode, FinetuneError, RecipeError
+from finetune.errors import DataError, EnvironmentProblem, ExitCode, FinetuneError, RecipeError
 from finetune.run.folder import RunFolder, check_output_folder, create_run_folder, differing_keys, open_run_folder
 
 RECIPE = {"training": {"learning_rate": 0.0002, "max_steps": 5}, "data": {"train": [{"path": "/a.jsonl"}]}}
@@ -184,3 +184,15 @@ def test_differing_keys_covers_missing_keys_and_lists_of_other_length() -> None:
     assert differing_keys({"a": 1, "b": [1]}, {"a": 1, "b": [1, 2], "c": 3}) == ["b", "c"]
     assert differing_keys({"a": {"b": None}}, {"a": {}}) == ["a.b"]
     assert differing_keys({"a": [1, {"b": 2}]}, {"a": [1, {"b": 2}]}) == []
+
+
+def test_hub_commits_are_kept_and_named(run: RunFolder) -> None:
+    """Other data tell at which commits the run began; runs from before they were kept have none."""
+    assert run.hub_commits == {}
+    commits = {"org/set@main": "a" * 40}
+    run.require_same_data("digest", date=None, hub_commits=commits)
+    run.require_same_data("digest", date=None, hub_commits={"org/set@main": "b" * 40})
+    assert run.hub_commits == commits
+    with pytest.raises(DataError) as caught:
+        run.require_same_data("other", date=None, hub_commits=commits)
+    assert f"The run read org/set with `revision: {'a' * 40}`." in caught.value.remedy

@@ -200,6 +200,17 @@ def test_a_continued_run_knows_other_weights(folder: Path, tmp_path: Path) -> No
     assert digests[0] == build(recipe(folder, tmp_path / "ones", "train-ones"))[1].data_digest()
 
 
+def test_a_record_that_is_left_out_makes_no_other_data(folder: Path, tmp_path: Path) -> None:
+    """The digest took in the weights of records that `duplicates: drop` leaves out, and their places in the store."""
+    lines = (folder / "train-mixed.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "more.jsonl").write_text("".join([*lines[:3], *lines[:3], *lines[3:]]), encoding="utf-8")
+    made = [recipe(folder, tmp_path / name, name) for name in ("train-mixed", "more")]
+    for each in made:
+        each["data"]["duplicates"] = "drop"
+    digests = [build(each)[1].data_digest() for each in made]
+    assert digests[0] == digests[1]
+
+
 def test_a_failed_batch_is_saved_with_its_weights(folder: Path, tmp_path: Path) -> None:
     made = recipe(folder, tmp_path / "run", training={"learning_rate": 1e30, "max_grad_norm": 0.0})
     trainer, _ = build(made)

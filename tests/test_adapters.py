@@ -281,7 +281,7 @@ def test_a_recipe_that_contradicts_the_earlier_adapter_is_refused(parts: Path, t
     recipe["adapter"] = {"continue_from": str(folder)}
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     said: list[str] = []
-    prepare(load_recipe(path), say=said.append)
+    prepare(load_recipe(path), say=lambda text: None, warn=said.append)
     assert [text for text in said if "is it the same model" in text and str(parts / UNTIED) in text]
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(EnvironmentProblem, match="cannot be read"):

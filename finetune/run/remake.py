@@ -16,14 +16,17 @@ from typing import Any
 
 import yaml
 
-from finetune.errors import DataError, EnvironmentProblem
+from finetune.errors import DataError, EnvironmentProblem, RecipeError
 from finetune.run.atomic import write_text
 from finetune.run.folder import RunFolder, open_run_folder
 from finetune.run.html import render_html
 from finetune.run.metrics import read_metrics
+from finetune.run.page import require_page_name, require_replaceable
 from finetune.run.plots import write_curves_png
 from finetune.run.report import ReportInputs, build_report, summarize_metrics
 from finetune.run.samples import read_samples
+
+_PNG_START = b"\x89PNG"
 
 
 @dataclass(frozen=True)
@@ -56,18 +59,18 @@ def remake_report(folder: Path, *, output: Path | None = None) -> RemadeReport:
     Args:
         folder: a run folder, whatever its status.
         output: the page's file, its picture beside it with the ending `.png`; None writes `report.html` and
-            `curves.png` into the run folder.
+            `curves.png` into the run folder. A file that is there is replaced where it is a page or picture already.
 
     Raises:
-        RecipeError: there is no run in the folder.
+        RecipeError: there is no run in the folder, or `output` names something that would be lost.
         DataError: a file of the run is damaged.
         EnvironmentProblem: the page cannot be written there.
     """
-    run = open_run_folder(folder)
+    run = _open(folder)
+    page, beside = _outputs(run, output)
     metrics = read_metrics(run.metrics_path)
     report = read_report(run, metrics)
-    page = run.report_html if output is None else Path(output).absolute()
-    picture = (run.curves_png if output is None else page.with_suffix(".png")) if metrics else None
+    picture = beside if metrics else None
     try:
         write_text(page, render_html(report, metrics, answers=read_samples(run.samples_path)))
         if picture is not None:
@@ -103,6 +106,36 @@ def read_report(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[st
         )
         report["timings"] = {**(stored.get("timings") or {}), "training_seconds": trained_for}
     return report
+
+
+def _open(folder: Path) -> RunFolder:
+    """Opens the run; a damaged manifest is a fault of the data, as every other file of the run."""
+    try:
+        return open_run_folder(folder)
+    except RecipeError as error:
+        if not RunFolder(folder).manifest_path.is_file():
+            raise
+        raise DataError(error.message, place=error.place, remedy=error.remedy) from error
+
+
+def _outputs(run: RunFolder, output: Path | None) -> tuple[Path, Path]:
+    """Returns where page and picture go, having looked that they replace nothing else and no other file of the run."""
+    if output is None:
+        return run.report_html, run.curves_png
+    page = Path(output).absolute()
+    settled = page.parent.resolve() / page.name
+    if settled == run.path.resolve() / run.report_html.name:
+        return run.report_html, run.curves_png
+    if settled.is_relative_to(run.path.resolve()):
+        raise RecipeError(
+            "the file lies in the run folder, where report.html is the only page",
+            place=str(page),
+            remedy="Leave --output out to write report.html there, or name a file outside the run folder.",
+        )
+    require_page_name(page)
+    picture = page.with_suffix(".png")
+    require_replaceable(picture, begins=_PNG_START, what="PNG picture")
+    return page, picture
 
 
 def _stored_report(run: RunFolder) -> dict[str, Any]:

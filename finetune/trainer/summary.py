@@ -14,17 +14,18 @@ import torch
 import yaml
 
 from finetune.console import Console, plural
-from finetune.errors import FinetuneError, GateStopped, Interrupted
+from finetune.errors import FinetuneError, GateStopped, Interrupted, RecipeError
 from finetune.model.quantize import unquantized_bytes
 from finetune.recipe.schema import Recipe
 from finetune.run.atomic import write_json, write_text
 from finetune.run.folder import RunFolder, Status
 from finetune.run.html import render_html
-from finetune.run.metrics import read_metrics
+from finetune.run.metrics import read_metrics, run_folder_gone
 from finetune.run.plots import write_curves_png
 from finetune.run.report import ReportInputs, build_report
 from finetune.run.samples import read_samples
-from finetune.trainer.ending import Ending
+from finetune.trainer.callbacks.interrupt import signals_ignored
+from finetune.trainer.ending import NOT_WORSE, Ending
 from finetune.trainer.evaluation import one_line
 from finetune.trainer.prepare import Prepared
 from finetune.trainer.result import artifacts_of
@@ -106,6 +107,7 @@ def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, starte
         ending.status, ending.message = (
             ("early-stopped", ending.stopped_early) if ending.stopped_early else ("done", "")
         )
+        ending.compare_with_before()
     except BaseException as error:
         ending.status = _status_of(error)
         ending.message = error.message if isinstance(error, FinetuneError) else type(error).__name__
@@ -118,9 +120,26 @@ def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, starte
 
 
 def _close(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -> None:
-    ending.timings["total_seconds"] = time.perf_counter() - ending.started
-    ending.report = write_report(run, recipe, prepared, ending)
-    run.set_status(ending.status)  # last: a run without its report is not done
+    # A second signal, such as a scheduler sends, would leave the run with the status `running`.
+    with signals_ignored():
+        ending.timings["total_seconds"] = time.perf_counter() - ending.started
+        ending.report = write_report(run, recipe, prepared, ending)
+        run.set_status(ending.status)  # last: a run without its report is not done
+
+
+@contextmanager
+def folder_in_place(run: RunFolder) -> Iterator[None]:
+    """Names the cause where the block fails because the run folder was moved or deleted.
+
+    Raises:
+        EnvironmentProblem: the run's manifest is gone, so a file error, or a note that all is saved, would mislead.
+    """
+    try:
+        yield
+    except (OSError, RecipeError, Interrupted) as error:
+        if run.manifest_path.exists():
+            raise
+        raise run_folder_gone(run.path) from error
 
 
 def _status_of(error: BaseException) -> Status:
@@ -179,6 +198,9 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
         console.line(report["message"], style="bold")
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
         console.line(f"held-out loss {summary['eval_loss_before']:.4f} -> {summary['eval_loss_after']:.4f}")
+    for check in report["checks"]:
+        if check["name"] == NOT_WORSE and not check["ok"]:
+            console.warning(f"{check['detail']}. Lower training.learning_rate, or check that the data are alike.")
     for name, score in report["scores"].items():
         before = "not measured" if score["before"] is None else f"{score['before']:.1%}"
         console.line(

@@ -118,3 +118,35 @@ def test_command_needs_no_torch(run: RunFolder) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "[]", result.stderr
+
+
+def test_output_replaces_pages_of_ours_only(run: RunFolder, tmp_path: Path) -> None:
+    """`--output` replaced whatever it named: the run's manifest, its weights, as root a device."""
+    run.adapter_dir.mkdir()
+    weights = run.adapter_dir / "adapter_model.safetensors"
+    (tmp_path / "notes.html").write_text("<p>mine</p>")
+    (tmp_path / "photo.png").write_text("no picture")
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "null.html").symlink_to("/dev/null")
+    (tmp_path / "dangling.html").symlink_to(tmp_path / "nothing")
+    (tmp_path / "link").symlink_to(run.path)
+    weights.write_bytes(b"weights")
+    names = ["notes.html", "photo.html", "folder.html", "null.html", "dangling.html", "page", "page.txt", "link/a.html"]
+    taken = [tmp_path / name for name in names]
+    for output in [*taken, run.manifest_path, weights, run.path / "other.html", Path("/dev/null")]:
+        with pytest.raises(RecipeError) as refused:
+            remake_report(run.path, output=output)
+        assert refused.value.place in (str(output), str(output.with_suffix(".png"))) and refused.value.remedy
+    assert weights.read_bytes() == b"weights" and run.status == "running"
+    assert (tmp_path / "notes.html").read_text() == "<p>mine</p>" and (tmp_path / "null.html").is_symlink()
+    for _ in range(2):
+        made = remake_report(run.path, output=tmp_path / "own.HTM")
+    assert made.picture == str(tmp_path / "own.png")
+    assert remake_report(run.path, output=tmp_path / "link/report.html").picture == str(run.curves_png)
+
+
+def test_a_damaged_manifest_is_a_fault_of_the_data(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    run.manifest_path.write_text("{")
+    assert main(["report", str(run.path), "--json"]) == 3
+    error = json.loads(capsys.readouterr().out)
+    assert (error["error"], error["place"]) == ("DataError", str(run.manifest_path))

@@ -91,7 +91,8 @@ def train(
             trainer.say = console.warning
             evaluator = Evaluator(recipe, prepared, trainer, run, say=console.line)
             results = Results(prepared, trainer, run, stop_ids=evaluator.stop_ids)
-            watchers.after_evaluations(trainer, evaluator.sample, results.offer)
+            # The best weights are kept before an answer could fail.
+            watchers.after_evaluations(trainer, results.offer, evaluator.sample)
             ending.before = evaluator.before(checkpoint)
             note_report(run, recipe, prepared, ending)
             watchers.raise_if_interrupted(trainer)

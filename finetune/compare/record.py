@@ -20,7 +20,7 @@ from finetune.recipe.schema import Recipe
 from finetune.run.folder import RunFolder
 from finetune.run.lock import is_locked
 from finetune.run.metrics import MetricsRecord, read_metrics
-from finetune.run.report import summarize_metrics
+from finetune.run.report import summary
 
 KILLED = "killed"
 """Status of a run whose process ended without a word: the manifest says running, and no process holds the lock."""
@@ -39,6 +39,8 @@ class RunRecord:
     metrics: list[MetricsRecord]
     report: Mapping[str, Any]
     """The report of the run's last ending; empty where it has not ended yet."""
+    result: Mapping[str, Any]
+    """What `result.json` holds; empty where there is no result yet."""
     is_locked: bool
 
     @property
@@ -50,8 +52,8 @@ class RunRecord:
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """The figures of `summarize_metrics`, from the metrics themselves, so also of a run that goes on."""
-        return summarize_metrics(self.metrics)
+        """The figures of `summary` of the report, from the metrics themselves, so also of a run that goes on."""
+        return summary(self.metrics, self.result)
 
     @property
     def created(self) -> datetime | None:
@@ -111,13 +113,15 @@ def read_run(path: Path) -> RunRecord:
         metrics = read_metrics(run.metrics_path)
     except OSError as error:
         raise _unreadable(Path(error.filename or run.path), error) from error
+    report = _read_object(run.report_json)
     return RunRecord(
         path=run.path,
         manifest=manifest,
         recipe=_read_recipe(run.recipe_path),
         environment=_read_object(run.environment_path),
         metrics=metrics,
-        report=_read_object(run.report_json),
+        report=report,
+        result=_read_object(run.result_path) or report.get("result") or {},
         is_locked=locked,
     )
 

@@ -23,6 +23,7 @@ from finetune.run.fragments import (
     render_rows,
 )
 from finetune.run.page import render_card, render_cards, render_page, render_section
+from finetune.run.report import delivered_part
 from finetune.run.samples import SampleAnswer
 from finetune.run.series import extract_series
 
@@ -194,11 +195,11 @@ def _spikes(spikes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _news(report: Mapping[str, Any], answers: Sequence[SampleAnswer]) -> Sequence[SampleAnswer]:
-    """Returns the answers where they tell more than those before and after do."""
+    """Returns the answers where they tell more than those before the first step and those of the result do."""
     samples = report.get("samples") or ()
     told = {0} if samples else set[int]()
     if any(sample.get("after") is not None for sample in samples):
-        told.add((report.get("summary") or {}).get("steps", 0))
+        told.add(delivered_part(report.get("result") or {}).get("step", (report.get("summary") or {}).get("steps", 0)))
     return answers if {answer.step for answer in answers} - told else ()
 
 

@@ -23,7 +23,7 @@ from finetune.run.html import render_html
 from finetune.run.metrics import read_metrics
 from finetune.run.page import require_page_name, require_replaceable
 from finetune.run.plots import write_curves_png
-from finetune.run.report import ReportInputs, build_report, summarize_metrics
+from finetune.run.report import ReportInputs, build_report, summary
 from finetune.run.samples import read_samples
 
 _PNG_START = b"\x89PNG"
@@ -96,7 +96,8 @@ def read_report(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[st
     """Returns the run's report as it stands: what the run wrote, with the status, figures and checkpoints of now."""
     status = run.status
     stored = _stored_report(run)
-    report = {**stored, "status": status, "summary": summarize_metrics(metrics)}
+    result = _read_yaml(run.result_path) or stored.get("result") or {}
+    report = {**stored, "status": status, "summary": summary(metrics, result), "result": result}
     report["checkpoints"] = [{"path": str(path)} for path in run.scan_checkpoints().complete]
     if status == "running":
         report["created"] = datetime.now(UTC).isoformat(timespec="seconds")

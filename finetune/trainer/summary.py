@@ -177,7 +177,7 @@ def _make_report(
             ledgers=prepared.ledgers_dict(),
             environment=_read_environment(run),
             metrics=read_metrics(run.metrics_path),
-            samples=prepared.held_out.samples(ending.before, ending.after, read_metrics(run.samples_path)),
+            samples=prepared.held_out.samples(ending.before, ending.after, read_samples(run.samples_path)),
             scores=prepared.held_out.score_table(ending.before, ending.after),
             timings=ending.timings,
             checkpoints=[{"path": str(path)} for path in run.scan_checkpoints().complete],

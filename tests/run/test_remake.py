@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from finetune.cli import main
+from finetune.compare.record import read_run
 from finetune.errors import DataError, EnvironmentProblem, RecipeError
 from finetune.run.folder import RunFolder, create_run_folder
 from finetune.run.remake import remake_report
@@ -75,6 +76,21 @@ def test_a_run_that_ended_keeps_its_date_and_message(run: RunFolder, status: Any
     assert remake_report(run.path).status == status
     page = run.report_html.read_text()
     assert word in page and "memory ran out" in page and "2020-02-03 04:05:06" in page
+
+
+@pytest.mark.parametrize("where", ["result.json", "report.json"])
+def test_the_loss_after_is_that_of_the_delivered_weights(run: RunFolder, where: str) -> None:
+    """Three steps, the first the best, as after an early stop; a killed run may have its result and no report of it."""
+    losses = {step: {"step": step, "eval_loss": 1.0 + step} for step in (1, 2, 3)}
+    with run.metrics_path.open("a") as stream:
+        stream.writelines(json.dumps({"kind": "eval", **record}) + "\n" for record in losses.values())
+    result = {"delivered": "best", "best": losses[1], "last": losses[3], "path": "adapter"}
+    if where == "result.json":
+        run.result_path.write_text(json.dumps(result))
+    else:
+        run.report_json.write_text(json.dumps(json.loads(run.report_json.read_text()) | {"result": result}))
+    assert remake_report(run.path).summary["eval_loss_after"] == 2.0
+    assert read_run(run.path).summary["eval_loss_after"] == 2.0
 
 
 def test_output_names_the_page_and_leaves_the_run_alone(run: RunFolder, tmp_path: Path) -> None:

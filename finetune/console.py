@@ -21,7 +21,7 @@ import rich.console
 from rich.cells import cell_len
 from rich.text import Text
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, Interrupted
 
 Cell = str | int | float
 Say = Callable[[str], None]
@@ -94,9 +94,17 @@ class Console:
         _print(stream, Text.assemble(("warning: ", "bold yellow"), visible(text)))
 
     def error(self, error: FinetuneError) -> None:
-        """Prints an error: place and message, then the remedy; several remedies one a line, each behind a dash."""
-        head = f"{error.place}: {error.message}" if error.place else error.message
-        _print(self._error_stream, Text.assemble(("error: ", "bold red"), visible(head)))
+        """Prints an error: place and message, then the remedy; several remedies one a line, each behind a dash.
+
+        What the user stopped is no error, and is told as `stopped: `, with the place behind the message.
+        """
+        if isinstance(error, Interrupted):
+            said = error.message.removeprefix("stopped").strip() or "as you asked"
+            place = f" ({error.place})" if error.place else ""
+            _print(self._error_stream, Text.assemble(("stopped: ", "bold yellow"), visible(said + place)))
+        else:
+            head = f"{error.place}: {error.message}" if error.place else error.message
+            _print(self._error_stream, Text.assemble(("error: ", "bold red"), visible(head)))
         remedies = error.remedy.split("\n")
         shown = error.remedy if len(remedies) == 1 else "".join(f"\n  - {remedy}" for remedy in remedies)
         _print(self._error_stream, Text.assemble(("remedy:", "bold green"), " " * (len(remedies) == 1), visible(shown)))

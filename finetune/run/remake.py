@@ -16,10 +16,11 @@ from typing import Any
 
 import yaml
 
-from finetune.errors import DataError, EnvironmentProblem
+from finetune.errors import DataError, EnvironmentProblem, RecipeError
 from finetune.run.atomic import write_text
 from finetune.run.folder import RunFolder, open_run_folder
 from finetune.run.html import render_html
+from finetune.run.lock import KILLED, is_locked, seen_status
 from finetune.run.metrics import read_metrics
 from finetune.run.plots import write_curves_png
 from finetune.run.report import ReportInputs, build_report, summarize_metrics
@@ -59,11 +60,11 @@ def remake_report(folder: Path, *, output: Path | None = None) -> RemadeReport:
             `curves.png` into the run folder.
 
     Raises:
-        RecipeError: there is no run in the folder.
+        RecipeError: there is no run in the folder; the remedy names `finetune runs`.
         DataError: a file of the run is damaged.
         EnvironmentProblem: the page cannot be written there.
     """
-    run = open_run_folder(folder)
+    run = _open(folder)
     metrics = read_metrics(run.metrics_path)
     report = read_report(run, metrics)
     page = run.report_html if output is None else Path(output).absolute()
@@ -89,13 +90,22 @@ def remake_report(folder: Path, *, output: Path | None = None) -> RemadeReport:
     )
 
 
+def _open(folder: Path) -> RunFolder:
+    try:
+        return open_run_folder(folder)
+    except RecipeError as error:
+        remedy = "Name the folder of a run, such as runs/NAME; `finetune runs` lists those that there are."
+        raise RecipeError(error.message, place=error.place, remedy=remedy) from error
+
+
 def read_report(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the run's report as it stands: what the run wrote, with the status, figures and checkpoints of now."""
-    status = run.status
+    is_held = is_locked(run.path)  # asked first: a run that ends in between has then written its status
+    status = seen_status(run.status, is_locked=is_held)
     stored = _stored_report(run)
     report = {**stored, "status": status, "summary": summarize_metrics(metrics)}
     report["checkpoints"] = [{"path": str(path)} for path in run.scan_checkpoints().complete]
-    if status == "running":
+    if status in ("running", KILLED):
         report["created"] = datetime.now(UTC).isoformat(timespec="seconds")
         report["message"] = _progress(run, report, metrics)
         trained_for = next(
@@ -147,7 +157,5 @@ def _progress(run: RunFolder, report: Mapping[str, Any], metrics: Sequence[Mappi
     total = (report.get("plan") or {}).get("total_steps")
     step = report["summary"]["steps"]
     written = datetime.fromtimestamp(run.metrics_path.stat().st_mtime, UTC).isoformat(sep=" ", timespec="seconds")
-    return (
-        f"Step {step:,}{f' of {total:,}' if total else ''}; the last line was logged at {written[:19]} UTC. "
-        "A run whose process was killed still counts as running."
-    )
+    so_far = f"Step {step:,}{f' of {total:,}' if total else ''}; the last line was logged at {written[:19]} UTC."
+    return f"{so_far} The process was killed." if report["status"] == KILLED else so_far

@@ -24,6 +24,7 @@ from finetune.run.metrics import read_metrics
 from finetune.run.plots import write_curves_png
 from finetune.run.report import ReportInputs, build_report
 from finetune.run.samples import read_samples
+from finetune.run.spoken import last_question, without_control_tokens
 from finetune.trainer.ending import Ending
 from finetune.trainer.evaluation import one_line
 from finetune.trainer.prepare import Prepared
@@ -186,12 +187,11 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
         )
     for sample in report["samples"]:
         console.line()
-        console.line(f"prompt    {one_line(sample['prompt'], limit=SAMPLE_CHARACTERS)}")
-        if sample["before"] is not None:
-            console.line(f"before    {one_line(sample['before'], limit=SAMPLE_CHARACTERS)}")
-        console.line(f"after     {one_line(sample['after'] or '', limit=SAMPLE_CHARACTERS)}")
-        if sample["reference"] is not None:
-            console.line(f"reference {one_line(sample['reference'], limit=SAMPLE_CHARACTERS)}")
+        console.line(f"prompt    {one_line(last_question(sample['prompt']), limit=SAMPLE_CHARACTERS)}")
+        for name in ("before", "after", "reference"):
+            if sample[name] is not None or name == "after":
+                said = without_control_tokens(sample[name] or "")
+                console.line(f"{name:<9} {one_line(said, limit=SAMPLE_CHARACTERS)}")
     console.line()
     for artifact in report["artifacts"]:
         console.line(
@@ -200,7 +200,15 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
         )
     console.line(f"report    {_shown(run.report_html)}")
     console.line(f"metrics   {_shown(run.metrics_path)}")
+    _show_next(console, run, report)
+
+
+def _show_next(console: Console, run: RunFolder, report: Mapping[str, Any]) -> None:
+    """Prints what to do next: after the shipped quick start, how to train on data of one's own."""
     command = _command()
+    if Path(report["recipe"]["model"]["path"]).parts[-2:] != ("quickstart", "base"):
+        console.line(f"next      open the report; `{command} runs` lists this run beside the others")
+        return
     console.line("next      open the report, or train on your own file:")
     console.line(f"          {command} train {_shown(run.recipe_path)} \\")
     console.line("              'data.train=[{path: FILE.jsonl}]' 'data.eval={fraction: 0.1}' \\")

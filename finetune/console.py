@@ -1,8 +1,8 @@
 """What the user reads: plain lines, tables and errors.
 
 Text goes to stdout, or to stderr under `--json`, where stdout holds one JSON object and nothing else. Warnings and
-errors always go to stderr. Colour appears on a terminal only, and never under `NO_COLOR`. Nothing is cut, wrapped or
-read as markup, so that paths and messages can be copied and searched for.
+errors always go to stderr. Colour appears on a terminal only, and never under `NO_COLOR`. Nothing is cut or read
+as markup, and only what holds no path is wrapped (`prose`), so that paths and messages can be copied and searched for.
 
 On a terminal that shows both streams, warnings go out through the stream of people's text, so that a live view at the
 bottom of the screen stays below them.
@@ -15,6 +15,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 import rich.console
@@ -73,6 +74,24 @@ class Console:
     def line(self, text: str = "", *, style: str = "") -> None:
         """Prints text as it is."""
         _print(self._stream, Text(visible(text), style=style))
+
+    def prose(self, text: str, *, indent: int = 8) -> None:
+        """Prints text, on a terminal with its lines broken between words, those that follow `indent` columns in."""
+        for line in self._broken(text, indent):
+            self.line(line)
+
+    def _broken(self, text: str, indent: int) -> list[str]:
+        if not self._stream.is_terminal or self._width() <= 2 * indent:
+            return [text]
+        return textwrap.wrap(
+            text,
+            self._width(),
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            drop_whitespace=True,
+        ) or [""]
 
     @property
     def has_color(self) -> bool:

@@ -31,8 +31,10 @@ def render_over_steps(answers: Sequence[SampleAnswer]) -> str:
     shown = [_spread(group) for group in groups[:_MAX_PROMPTS]]
     limit = _limit(sum(2 + len(group) for group in shown))
     cards = "".join(_steps_card(number, group, limit) for number, group in enumerate(shown, start=1))
-    longest = max(map(len, groups), default=0)
-    times = f"{longest:,} times"
+    if not groups:
+        return ""
+    longest = max(map(len, groups))
+    times = f"{longest:,} times each"
     if longest > _MAX_STEPS:
         times += f"; {_MAX_STEPS} are shown, the other {longest - _MAX_STEPS:,} are in samples.jsonl"
     head = f"<summary>{plural(len(groups), 'prompt')}, answered {times}</summary>"

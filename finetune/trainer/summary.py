@@ -38,31 +38,33 @@ FEW_STEPS = 10
 def show_plan(console: Console, prepared: Prepared) -> None:
     """Prints what is about to be trained, on what, for how long."""
     model, train, steps, table = prepared.model, prepared.train_rows.plan, prepared.steps, prepared.table
-    console.line(
+    console.prose(
         f"model   {type(model.skeleton).__name__}, {_count(table.num_base)} weights, "
         f"{str(model.dtype).removeprefix('torch.')}, quantization {model.section.quantization}, "
         f"attention {model.attention}, on {model.device}"
     )
-    for line in prepared.dataset.ledger.summary_lines():
+    counts, *others = prepared.dataset.ledger.summary_lines()
+    console.prose(f"data    {counts}")
+    for line in others:  # with paths, which stay whole
         console.line(f"data    {line}")
     for check in prepared.dataset.gate.warnings:
         console.warning(f"data: {check.line()}")
     if prepared.new_tokens is not None:
         console.line(f"tokens  {prepared.new_tokens.line()}")
-    console.line(
+    console.prose(
         f"rows    {len(train):,} of {train.max_length:,} tokens: {train.num_tokens:,} real, {train.fill:.2%} filled, "
         f"{train.num_pad_tokens:,} padding"
         if prepared.is_packed
         else f"rows    {len(train):,}, one sample each: {plural(train.num_tokens, 'real token')}"
     )
-    console.line(
+    console.prose(
         f"steps   {steps.total_steps:,} of {plural(steps.rows_per_step, 'row')} "
         f"({plural(steps.micro_batches_per_step, 'micro-batch')} of {steps.rows_per_micro_batch}), "
         f"{steps.warmup_steps} of them warm-up"
     )
     if prepared.delivers == "best":
-        console.line("result  the weights of the lowest held-out loss; the last ones are kept beside them")
-    console.line(
+        console.prose("result  the weights of the lowest held-out loss; the last ones are kept beside them")
+    console.prose(
         f"trained {table.num_trainable:,} weights beside {table.num_frozen:,} frozen ones ({table.share:.3%} of all), "
         f"{table.checkpoint_bytes / 2**20:,.1f} MiB a checkpoint"
     )

@@ -61,7 +61,6 @@ def render_dashboard(view: View, *, width: int, height: int, ascii_only: bool = 
     width = min(width, _MAX_WIDTH)
     inner = max(10, width - 4)
     loss = _losses(view)
-    loss.truncate(inner, overflow="ellipsis")
     left = height - _ROOM_ABOVE - 4
     parts: list[RenderableType] = [loss] if left < 0 else [_progress(view), loss]
     facts = _facts_table(view, inner)
@@ -135,7 +134,8 @@ def _legend(view: View, *, ascii_only: bool) -> Text:
 
 def _losses(view: View) -> Text:
     """The losses without a key to a chart."""
-    text = Text.assemble(("loss ", "dim"), (latest_facts(view.latest).get("loss", "-"), "bold"))
+    loss = latest_facts(view.latest).get("loss", "-")
+    text = Text.assemble(("loss ", "dim"), (loss, "bold"), no_wrap=True, overflow="ellipsis")
     if view.held_out.points:
         text.append("  held out ", style="dim")
         text.append(f"{view.held_out.last:.4f}", style="bold")

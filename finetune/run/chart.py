@@ -126,8 +126,7 @@ def _curve_shapes(curve: Curve, frame: _Frame) -> str:
         shapes += f'<path class="raw {curve.style}" d="{raw}"/>'
         values = smooth(values)
     return (
-        shapes
-        + f'<path class="line {curve.style}" d="{_path(list(zip(series.steps, values, strict=True)), frame)}"/>'
+        shapes + f'<path class="line {curve.style}" d="{_path(list(zip(series.steps, values, strict=True)), frame)}"/>'
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 _SHARE_KEY = re.compile(r"(fraction|share|fill|efficiency)$")
 _LONG_NUMBER = re.compile(r"(?<![\w.])\d+\.\d{6,}(?:e-?\d+)?(?![\w.])")
 _NAMES = {
-    "cpu": "CPU", "cpus": "CPUs", "cuda": "CUDA", "gpu": "GPU", "gpus": "GPUs", "id": "ID", "lora": "LoRA", "ram": "RAM",
+    "cpu": "CPU", "cpus": "CPUs", "cuda": "CUDA", "gpu": "GPU", "gpus": "GPUs", "lora": "LoRA", "ram": "RAM",
 }  # fmt: skip
 _LARGEST_NESTED_ROWS = 50
 _MANY_COLUMNS = 5

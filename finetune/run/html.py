@@ -61,7 +61,9 @@ def render_html(
     body = "".join(
         (
             _outcome(report, title),
-            render_section("Curves", _curves(metrics, report.get("result") or {}) + _spikes(report.get("spikes") or ())),
+            render_section(
+                "Curves", _curves(metrics, report.get("result") or {}) + _spikes(report.get("spikes") or ())
+            ),
             render_section("Answers before and after", render_before_and_after(report.get("samples") or ())),
             render_section("Answers over the steps", render_over_steps(_news(report, answers))),
             render_section(
@@ -241,7 +243,9 @@ def _results(report: Mapping[str, Any]) -> str:
 def _check(check: Mapping[str, Any]) -> str:
     status = check.get("status") or {None: "na", True: "ok", False: "failed"}[check.get("ok")]
     style, mark, word = _CHECK_MARKS[status]
-    detail = f'<br><span class="soft">{escape(round_numbers(str(check["detail"])))}</span>' if check.get("detail") else ""
+    detail = (
+        f'<br><span class="soft">{escape(round_numbers(str(check["detail"])))}</span>' if check.get("detail") else ""
+    )
     name = escape(str(check.get("name", "")))
     return f'<li class="{style}"><b role="img" aria-label="{word}">{mark}</b><div>{name}{detail}</div></li>'
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from html import escape
 import math
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,9 @@ def test_the_best_step_is_marked_where_it_is_not_the_last() -> None:
         report = build_report(ReportInputs(status="early-stopped", recipe={}, metrics=records))
         return render_html({**report, "result": {**result, "best": best}}, records)
 
-    assert "delivered <b>0.5</b> at step 5" in page(result["best"]) and 'class="dot second best"' in page(result["best"])
+    assert "delivered <b>0.5</b> at step 5" in page(result["best"]) and 'class="dot second best"' in page(
+        result["best"]
+    )
     assert "at step 10" not in page({"step": 10, "eval_loss": 1.0})
 
 

@@ -1,6 +1,6 @@
 """Makes a run's page and picture again from what lies in its folder: `finetune report`.
 
-It reads only, takes no lock, and so can look at a run that goes on. `report.json` stays as the run wrote it: at its
+It reads only, holds no lock, and so can look at a run that goes on. `report.json` stays as the run wrote it: at its
 start, before its first step and at its end. What is newer comes from `run.json`, `metrics.jsonl`, `samples.jsonl` and
 the checkpoints.
 """

@@ -18,12 +18,9 @@ from pydantic import ValidationError
 from finetune.errors import DataError, EnvironmentProblem, RecipeError
 from finetune.recipe.schema import Recipe
 from finetune.run.folder import RunFolder
-from finetune.run.lock import is_locked
+from finetune.run.lock import KILLED, is_locked, seen_status
 from finetune.run.metrics import MetricsRecord, read_metrics
 from finetune.run.report import summary
-
-KILLED = "killed"
-"""Status of a run whose process ended without a word: the manifest says running, and no process holds the lock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +42,8 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """`running` while a process holds the lock, else the manifest's word, else `killed`."""
-        if self.is_locked:
-            return "running"
-        return KILLED if self.manifest["status"] == "running" else self.manifest["status"]
+        """The status as `seen_status` tells it."""
+        return seen_status(self.manifest["status"], is_locked=self.is_locked)
 
     @property
     def summary(self) -> Mapping[str, Any]:

@@ -255,7 +255,8 @@ class TrainingSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after warm-up."""
     warmup_fraction: float = Field(default=0.03, ge=0.0, lt=1.0)
-    """Share of all steps over which the learning rate rises from zero."""
+    """Share of all steps, rounded up to whole ones, over which the learning rate rises: of `n` such steps the first has
+    1/(n + 1) of `training.learning_rate`, and the step after them all of it."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     """`adamw` keeps its state in the format of the trained weights (fp32 for adapters), `adamw_8bit` in 8 bits,
     `paged_adamw_8bit` in memory that the host backs."""

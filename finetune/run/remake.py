@@ -1,6 +1,6 @@
 """Makes a run's page and picture again from what lies in its folder: `finetune report`.
 
-It reads only, takes no lock, and so can look at a run that goes on. `report.json` stays as the run wrote it: at its
+It reads only, holds no lock, and so can look at a run that goes on. `report.json` stays as the run wrote it: at its
 start, before its first step and at its end. What is newer comes from `run.json`, `metrics.jsonl`, `samples.jsonl` and
 the checkpoints.
 """
@@ -20,6 +20,7 @@ from finetune.errors import DataError, EnvironmentProblem, RecipeError
 from finetune.run.atomic import write_text
 from finetune.run.folder import RunFolder, open_run_folder
 from finetune.run.html import render_html
+from finetune.run.lock import KILLED, is_locked, seen_status
 from finetune.run.metrics import read_metrics
 from finetune.run.page import require_page_name, require_replaceable
 from finetune.run.plots import write_curves_png
@@ -62,7 +63,8 @@ def remake_report(folder: Path, *, output: Path | None = None) -> RemadeReport:
             `curves.png` into the run folder. A file that is there is replaced where it is a page or picture already.
 
     Raises:
-        RecipeError: there is no run in the folder, or `output` names something that would be lost.
+        RecipeError: there is no run in the folder (the remedy names `finetune runs`), or `output` names something that
+            would be lost.
         DataError: a file of the run is damaged.
         EnvironmentProblem: the page cannot be written there.
     """
@@ -92,14 +94,23 @@ def remake_report(folder: Path, *, output: Path | None = None) -> RemadeReport:
     )
 
 
+def _open(folder: Path) -> RunFolder:
+    try:
+        return open_run_folder(folder)
+    except RecipeError as error:
+        remedy = "Name the folder of a run, such as runs/NAME; `finetune runs` lists those that there are."
+        raise RecipeError(error.message, place=error.place, remedy=remedy) from error
+
+
 def read_report(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the run's report as it stands: what the run wrote, with the status, figures and checkpoints of now."""
-    status = run.status
+    is_held = is_locked(run.path)  # asked first: a run that ends in between has then written its status
+    status = seen_status(run.status, is_locked=is_held)
     stored = _stored_report(run)
     result = _read_yaml(run.result_path) or stored.get("result") or {}
     report = {**stored, "status": status, "summary": summary(metrics, result), "result": result}
     report["checkpoints"] = [{"path": str(path)} for path in run.scan_checkpoints().complete]
-    if status == "running":
+    if status in ("running", KILLED):
         report["created"] = datetime.now(UTC).isoformat(timespec="seconds")
         report["message"] = _progress(run, report, metrics)
         trained_for = next(
@@ -181,7 +192,5 @@ def _progress(run: RunFolder, report: Mapping[str, Any], metrics: Sequence[Mappi
     total = (report.get("plan") or {}).get("total_steps")
     step = report["summary"]["steps"]
     written = datetime.fromtimestamp(run.metrics_path.stat().st_mtime, UTC).isoformat(sep=" ", timespec="seconds")
-    return (
-        f"Step {step:,}{f' of {total:,}' if total else ''}; the last line was logged at {written[:19]} UTC. "
-        "A run whose process was killed still counts as running."
-    )
+    so_far = f"Step {step:,}{f' of {total:,}' if total else ''}; the last line was logged at {written[:19]} UTC."
+    return f"{so_far} The process was killed." if report["status"] == KILLED else so_far

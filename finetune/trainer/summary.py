@@ -24,6 +24,7 @@ from finetune.run.metrics import read_metrics, run_folder_gone
 from finetune.run.plots import write_curves_png
 from finetune.run.report import ReportInputs, build_report
 from finetune.run.samples import read_samples
+from finetune.run.spoken import last_question, without_control_tokens
 from finetune.trainer.callbacks.interrupt import signals_ignored
 from finetune.trainer.ending import NOT_WORSE, Ending
 from finetune.trainer.evaluation import one_line
@@ -38,31 +39,33 @@ FEW_STEPS = 10
 def show_plan(console: Console, prepared: Prepared) -> None:
     """Prints what is about to be trained, on what, for how long."""
     model, train, steps, table = prepared.model, prepared.train_rows.plan, prepared.steps, prepared.table
-    console.line(
+    console.prose(
         f"model   {type(model.skeleton).__name__}, {_count(table.num_base)} weights, "
         f"{str(model.dtype).removeprefix('torch.')}, quantization {model.section.quantization}, "
         f"attention {model.attention}, on {model.device}"
     )
-    for line in prepared.dataset.ledger.summary_lines():
+    counts, *others = prepared.dataset.ledger.summary_lines()
+    console.prose(f"data    {counts}")
+    for line in others:  # with paths, which stay whole
         console.line(f"data    {line}")
     for check in prepared.dataset.gate.warnings:
         console.warning(f"data: {check.line()}")
     if prepared.new_tokens is not None:
         console.line(f"tokens  {prepared.new_tokens.line()}")
-    console.line(
+    console.prose(
         f"rows    {len(train):,} of {train.max_length:,} tokens: {train.num_tokens:,} real, {train.fill:.2%} filled, "
         f"{train.num_pad_tokens:,} padding"
         if prepared.is_packed
         else f"rows    {len(train):,}, one sample each: {plural(train.num_tokens, 'real token')}"
     )
-    console.line(
+    console.prose(
         f"steps   {steps.total_steps:,} of {plural(steps.rows_per_step, 'row')} "
         f"({plural(steps.micro_batches_per_step, 'micro-batch')} of {steps.rows_per_micro_batch}), "
         f"{steps.warmup_steps} of them warm-up"
     )
     if prepared.delivers == "best":
-        console.line("result  the weights of the lowest held-out loss; the last ones are kept beside them")
-    console.line(
+        console.prose("result  the weights of the lowest held-out loss; the last ones are kept beside them")
+    console.prose(
         f"trained {table.num_trainable:,} weights beside {table.num_frozen:,} frozen ones ({table.share:.3%} of all), "
         f"{table.checkpoint_bytes / 2**20:,.1f} MiB a checkpoint"
     )
@@ -208,12 +211,11 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
         )
     for sample in report["samples"]:
         console.line()
-        console.line(f"prompt    {one_line(sample['prompt'], limit=SAMPLE_CHARACTERS)}")
-        if sample["before"] is not None:
-            console.line(f"before    {one_line(sample['before'], limit=SAMPLE_CHARACTERS)}")
-        console.line(f"after     {one_line(sample['after'] or '', limit=SAMPLE_CHARACTERS)}")
-        if sample["reference"] is not None:
-            console.line(f"reference {one_line(sample['reference'], limit=SAMPLE_CHARACTERS)}")
+        console.line(f"prompt    {one_line(last_question(sample['prompt']), limit=SAMPLE_CHARACTERS)}")
+        for name in ("before", "after", "reference"):
+            if sample[name] is not None or name == "after":
+                said = without_control_tokens(sample[name] or "")
+                console.line(f"{name:<9} {one_line(said, limit=SAMPLE_CHARACTERS)}")
     console.line()
     for artifact in report["artifacts"]:
         console.line(
@@ -222,7 +224,15 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
         )
     console.line(f"report    {_shown(run.report_html)}")
     console.line(f"metrics   {_shown(run.metrics_path)}")
+    _show_next(console, run, report)
+
+
+def _show_next(console: Console, run: RunFolder, report: Mapping[str, Any]) -> None:
+    """Prints what to do next: after the shipped quick start, how to train on data of one's own."""
     command = _command()
+    if Path(report["recipe"]["model"]["path"]).parts[-2:] != ("quickstart", "base"):
+        console.line(f"next      open the report; `{command} runs` lists this run beside the others")
+        return
     console.line("next      open the report, or train on your own file:")
     console.line(f"          {command} train {_shown(run.recipe_path)} \\")
     console.line("              'data.train=[{path: FILE.jsonl}]' 'data.eval={fraction: 0.1}' \\")

@@ -64,6 +64,7 @@ def test_a_killed_run_without_a_report_is_made_of_its_other_files(run: RunFolder
     made = remake_report(run.path)
     assert (made.steps, made.total_steps, made.picture) == (0, None, None)
     page = run.report_html.read_text()
+    assert made.status == "killed" and "Killed" in page
     assert "no step is logged yet" in page and "3.12" in page and "path: base" in page
     assert not run.curves_png.exists()
 
@@ -114,16 +115,18 @@ def test_what_cannot_be_read_or_written_is_named(run: RunFolder, tmp_path: Path)
 
 
 def test_command_prints_where_things_are_or_one_object(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(run.path)]) == 0
+    with run.lock():
+        assert main(["report", str(run.path)]) == 0
     assert capsys.readouterr().out.splitlines()[:2] == [
         "status   running, step 3 of 9",
         f"page     {run.report_html}",
     ]
     assert main(["report", str(run.path), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
-    assert made["status"] == "running" and made["summary"]["train_loss_last"] == 1.0
+    assert made["status"] == "killed" and made["summary"]["train_loss_last"] == 1.0
     assert main(["report", str(run.path / "nothing"), "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"] == "RecipeError"
+    error = json.loads(capsys.readouterr().out)
+    assert error["error"] == "RecipeError" and "finetune runs" in error["remedy"] and "resume" not in error["remedy"]
 
 
 def test_command_needs_no_torch(run: RunFolder) -> None:

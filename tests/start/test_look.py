@@ -56,7 +56,7 @@ def test_given_columns_are_used(tmp_path: Path) -> None:
 
 def test_wrong_columns_are_refused(tmp_path: Path) -> None:
     path = table(tmp_path / "a.csv", "Frage,Antwort", "a,b")
-    with pytest.raises(DataError, match="no such column"):
+    with pytest.raises(DataError, match="a column that the record lacks"):
         look_at(path, columns={"instruction": "Frage", "output": "Antwrt"})
     with pytest.raises(RecipeError, match="no role") as caught:
         look_at(path, columns={"instructions": "Frage"})

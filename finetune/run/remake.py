@@ -94,14 +94,6 @@ def remake_report(folder: Path, *, output: Path | None = None) -> RemadeReport:
     )
 
 
-def _open(folder: Path) -> RunFolder:
-    try:
-        return open_run_folder(folder)
-    except RecipeError as error:
-        remedy = "Name the folder of a run, such as runs/NAME; `finetune runs` lists those that there are."
-        raise RecipeError(error.message, place=error.place, remedy=remedy) from error
-
-
 def read_report(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the run's report as it stands: what the run wrote, with the status, figures and checkpoints of now."""
     is_held = is_locked(run.path)  # asked first: a run that ends in between has then written its status
@@ -126,7 +118,8 @@ def _open(folder: Path) -> RunFolder:
         return open_run_folder(folder)
     except RecipeError as error:
         if not RunFolder(folder).manifest_path.is_file():
-            raise
+            remedy = "Name the folder of a run, such as runs/NAME; `finetune runs` lists those that there are."
+            raise RecipeError(error.message, place=error.place, remedy=remedy) from error
         raise DataError(error.message, place=error.place, remedy=error.remedy) from error
 
 

@@ -1,8 +1,8 @@
 """What the user reads: plain lines, tables and errors.
 
 Text goes to stdout, or to stderr under `--json`, where stdout holds one JSON object and nothing else. Warnings and
-errors always go to stderr. Colour appears on a terminal only, and never under `NO_COLOR`. Nothing is cut, wrapped or
-read as markup, so that paths and messages can be copied and searched for.
+errors always go to stderr. Colour appears on a terminal only, and never under `NO_COLOR`. Nothing is cut or read
+as markup, and only what holds no path is wrapped (`prose`), so that paths and messages can be copied and searched for.
 
 On a terminal that shows both streams, warnings go out through the stream of people's text, so that a live view at the
 bottom of the screen stays below them.
@@ -15,13 +15,14 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 import rich.console
 from rich.cells import cell_len
 from rich.text import Text
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, Interrupted
 
 Cell = str | int | float
 Say = Callable[[str], None]
@@ -74,6 +75,24 @@ class Console:
         """Prints text as it is."""
         _print(self._stream, Text(visible(text), style=style))
 
+    def prose(self, text: str, *, indent: int = 8) -> None:
+        """Prints text, on a terminal with its lines broken between words, those that follow `indent` columns in."""
+        for line in self._broken(text, indent):
+            self.line(line)
+
+    def _broken(self, text: str, indent: int) -> list[str]:
+        if not self._stream.is_terminal or self._width() <= 2 * indent:
+            return [text]
+        return textwrap.wrap(
+            text,
+            self._width(),
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            drop_whitespace=True,
+        ) or [""]
+
     @property
     def has_color(self) -> bool:
         """Says whether people's text may be coloured."""
@@ -94,9 +113,17 @@ class Console:
         _print(stream, Text.assemble(("warning: ", "bold yellow"), visible(text)))
 
     def error(self, error: FinetuneError) -> None:
-        """Prints an error: place and message, then the remedy; several remedies one a line, each behind a dash."""
-        head = f"{error.place}: {error.message}" if error.place else error.message
-        _print(self._error_stream, Text.assemble(("error: ", "bold red"), visible(head)))
+        """Prints an error: place and message, then the remedy; several remedies one a line, each behind a dash.
+
+        What the user stopped is no error, and is told as `stopped: `, with the place behind the message.
+        """
+        if isinstance(error, Interrupted):
+            said = error.message.removeprefix("stopped").strip() or "as you asked"
+            place = f" ({error.place})" if error.place else ""
+            _print(self._error_stream, Text.assemble(("stopped: ", "bold yellow"), visible(said + place)))
+        else:
+            head = f"{error.place}: {error.message}" if error.place else error.message
+            _print(self._error_stream, Text.assemble(("error: ", "bold red"), visible(head)))
         remedies = error.remedy.split("\n")
         shown = error.remedy if len(remedies) == 1 else "".join(f"\n  - {remedy}" for remedy in remedies)
         _print(self._error_stream, Text.assemble(("remedy:", "bold green"), " " * (len(remedies) == 1), visible(shown)))

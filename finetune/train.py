@@ -19,7 +19,7 @@ from finetune.trainer.checks import check_weights_are_finite
 from finetune.trainer.evaluation import Evaluator
 from finetune.trainer.prepare import prepare
 from finetune.trainer.result import Results
-from finetune.trainer.summary import closing_report, note_report, show_plan, show_result, show_start
+from finetune.trainer.summary import closing_report, folder_in_place, note_report, show_plan, show_result, show_start
 from finetune.trainer.watch import watch
 
 MAY_DIFFER_ON_RESUME = (
@@ -68,7 +68,7 @@ def train(
         recipe = _as_begun(recipe, open_run_folder(folder))
 
     # Everything that can be wrong without weights: config, targets, labels, lengths, disk.
-    prepared = prepare(recipe, say=console.line)
+    prepared = prepare(recipe, say=console.line, warn=console.warning)
     show_plan(console, prepared)
     if dry_run:
         console.line(f"dry run: nothing wrong was found; the run would write into {folder}", style="bold")
@@ -83,7 +83,7 @@ def train(
     run.require_same_data(prepared.data_digest(), date=prepared.dataset.date, hub_commits=prepared.dataset.hub_commits)
 
     # From here on the run writes; whatever happens below, its report says so.
-    with run.lock(), closing_report(run, recipe, prepared, started=started) as ending:
+    with run.lock(), folder_in_place(run), closing_report(run, recipe, prepared, started=started) as ending:
         checkpoint = run.latest_checkpoint() if resume else None
         model = build_model(recipe, prepared, say=console.warning, ending=ending)
         with watch(run, recipe, checkpoint, console=console) as watchers:
@@ -91,7 +91,8 @@ def train(
             trainer.say = console.warning
             evaluator = Evaluator(recipe, prepared, trainer, run, say=console.line)
             results = Results(prepared, trainer, run, stop_ids=evaluator.stop_ids)
-            watchers.after_evaluations(trainer, evaluator.sample, results.offer)
+            # The best weights are kept before an answer could fail.
+            watchers.after_evaluations(trainer, results.offer, evaluator.sample)
             ending.before = evaluator.before(checkpoint)
             note_report(run, recipe, prepared, ending)
             watchers.raise_if_interrupted(trainer)

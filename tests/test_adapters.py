@@ -281,7 +281,7 @@ def test_a_recipe_that_contradicts_the_earlier_adapter_is_refused(parts: Path, t
     recipe["adapter"] = {"continue_from": str(folder)}
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     said: list[str] = []
-    prepare(load_recipe(path), say=said.append)
+    prepare(load_recipe(path), say=lambda text: None, warn=said.append)
     assert [text for text in said if "is it the same model" in text and str(parts / UNTIED) in text]
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(EnvironmentProblem, match="cannot be read"):
@@ -289,6 +289,31 @@ def test_a_recipe_that_contradicts_the_earlier_adapter_is_refused(parts: Path, t
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "all"}')
     assert "bias 'all'" in error(UNTIED).message
     assert "cannot be read" in error(UNTIED, continue_from=str(tmp_path / "none")).message
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "reason"),
+    [
+        ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, "adapter.modules_to_save", "held in fp16"),
+        ({"target_modules": None}, "adapter.targets", "without a name there is nothing to adapt"),
+    ],
+)
+def test_what_an_earlier_adapter_brings_keeps_the_rules(
+    tmp_path: Path, values: dict[str, Any], key: str, reason: str
+) -> None:
+    """Values that the recipe leaves out are checked as those that it holds, and said to be the adapter's."""
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **values}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "model: {path: org/name, dtype: fp16}\nadapter: {continue_from: .}\n"
+        "data: {train: [{path: a.jsonl}]}\noutput: {dir: out}\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert f"`{key}` must be" in caught.value.message and reason in caught.value.message
+    assert "the value is that of `adapter.continue_from`" in caught.value.message
 
 
 def test_a_run_with_all_kinds_resumes_bit_equal(parts: Path, tmp_path: Path) -> None:

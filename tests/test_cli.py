@@ -229,7 +229,10 @@ def test_typed_errors_have_their_exit_codes(
     captured = capsys.readouterr()
     assert json.loads(captured.out) == error.as_dict()
     place = f"{error.place}: " if error.place else ""
-    assert captured.err == f"error: {place}{error.message}\nremedy: {error.remedy}\n"
+    head = f"error: {place}{error.message}"
+    if isinstance(error, Interrupted):  # what one asks for is no error
+        head = "stopped: at step 3"
+    assert captured.err == f"{head}\nremedy: {error.remedy}\n"
 
 
 TORCH_OOM = type("OutOfMemoryError", (RuntimeError,), {"__module__": "torch"})

@@ -7,13 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
-from tiny import make_chat_file, make_model_folder, make_recipe
+from uphill import eval_losses, make_parts, read, write_recipe, write_uphill
 
 from finetune.cli import main
 from finetune.errors import ExitCode
@@ -22,44 +20,7 @@ from finetune.run.metrics import read_metrics
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("steering")
-    for kind in ("qwen3", "qwen3_moe"):
-        make_model_folder(root / kind, kind)
-    make_chat_file(root / "train.jsonl", rows=40)
-    make_chat_file(root / "eval.jsonl", rows=6, seed=9)
-    turns = [{"role": "user", "content": "say: @#%&"}, {"role": "assistant", "content": "@#%&*" * 8}]
-    (root / "unlike.jsonl").write_text(json.dumps({"messages": turns}) + "\n", encoding="utf-8")
-    return root
-
-
-def write_recipe(parts: Path, folder: Path, kind: str = "qwen3", **sections: dict[str, Any]) -> Path:
-    recipe = make_recipe(parts / kind, parts / "train.jsonl", folder / "run", **sections)
-    recipe["data"] |= {"max_length": 128, "eval": [{"path": str(parts / "eval.jsonl")}]}
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    return path
-
-
-UPHILL = {"learning_rate": 0.05, "max_steps": 12, "schedule": "constant"}
-
-
-def write_uphill(parts: Path, folder: Path, kind: str = "qwen3", **sections: dict[str, Any]) -> Path:
-    """A recipe whose held-out answers are made of characters that are never learned: their loss rises at once."""
-    sections["training"] = UPHILL | sections.get("training", {})
-    path = write_recipe(parts, folder, kind, **sections)
-    text = path.read_text(encoding="utf-8").replace("eval.jsonl", "unlike.jsonl")
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def eval_losses(run: Path) -> dict[int, float]:
-    records = read_metrics(run / "metrics.jsonl")
-    return {record["step"]: record["eval_loss"] for record in records if record["kind"] == "eval" and record["step"]}
+    return make_parts(tmp_path_factory.mktemp("steering"))
 
 
 @pytest.mark.parametrize("deliver", ["best", "last"])
@@ -255,3 +216,7 @@ def test_a_tracker_gets_the_metrics_only_where_it_is_named(parts: Path, tmp_path
     text = notes.read_text() if notes.exists() else ""
     assert ("init run in finetune, None" in text) == is_named
     assert (text.count("train/loss") >= 4) == is_named
+    if is_named:  # one session, which holds the evaluation after training too
+        lines = text.splitlines()
+        assert text.count("init ") == text.count("finish") == 1 and lines[-1] == "finish"
+        assert [line for line in lines if "eval/loss" in line or "eval_loss" in line]

@@ -18,7 +18,7 @@ from finetune.start.editor import write_schema
 from finetune.start.shipped import find_shipped, shipped_files
 
 if TYPE_CHECKING:
-    from finetune.start.init import Ask
+    from finetune.start.asking import Ask
 
 recipes = typer.Typer(
     name="recipes",

@@ -18,12 +18,9 @@ from pydantic import ValidationError
 from finetune.errors import DataError, EnvironmentProblem, RecipeError
 from finetune.recipe.schema import Recipe
 from finetune.run.folder import RunFolder
-from finetune.run.lock import is_locked
+from finetune.run.lock import KILLED, is_locked, seen_status
 from finetune.run.metrics import MetricsRecord, read_metrics
-from finetune.run.report import summarize_metrics
-
-KILLED = "killed"
-"""Status of a run whose process ended without a word: the manifest says running, and no process holds the lock."""
+from finetune.run.report import summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +36,19 @@ class RunRecord:
     metrics: list[MetricsRecord]
     report: Mapping[str, Any]
     """The report of the run's last ending; empty where it has not ended yet."""
+    result: Mapping[str, Any]
+    """What `result.json` holds; empty where there is no result yet."""
     is_locked: bool
 
     @property
     def status(self) -> str:
-        """`running` while a process holds the lock, else the manifest's word, else `killed`."""
-        if self.is_locked:
-            return "running"
-        return KILLED if self.manifest["status"] == "running" else self.manifest["status"]
+        """The status as `seen_status` tells it."""
+        return seen_status(self.manifest["status"], is_locked=self.is_locked)
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """The figures of `summarize_metrics`, from the metrics themselves, so also of a run that goes on."""
-        return summarize_metrics(self.metrics)
+        """The figures of `summary` of the report, from the metrics themselves, so also of a run that goes on."""
+        return summary(self.metrics, self.result)
 
     @property
     def created(self) -> datetime | None:
@@ -111,13 +108,15 @@ def read_run(path: Path) -> RunRecord:
         metrics = read_metrics(run.metrics_path)
     except OSError as error:
         raise _unreadable(Path(error.filename or run.path), error) from error
+    report = _read_object(run.report_json)
     return RunRecord(
         path=run.path,
         manifest=manifest,
         recipe=_read_recipe(run.recipe_path),
         environment=_read_object(run.environment_path),
         metrics=metrics,
-        report=_read_object(run.report_json),
+        report=report,
+        result=_read_object(run.result_path) or report.get("result") or {},
         is_locked=locked,
     )
 

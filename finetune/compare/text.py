@@ -12,7 +12,10 @@ from finetune.compare.diff import ABSENT, Part, RunDiff
 from finetune.compare.listing import ListedRun
 from finetune.console import PLAIN_WIDTH, Console
 
-_STYLES = {"done": "green", "running": "cyan", "broken": "red", "failed": "red", "stopped": "red"}
+_STYLES = {
+    "done": "green", "early-stopped": "green", "running": "cyan", "broken": "red", "failed": "red", "stopped": "red",
+}  # fmt: skip
+_STATUS_WIDTH = len("early-stopped")
 _TITLES = {
     "recipe": "recipe",
     "data": "data",
@@ -91,11 +94,11 @@ def show_runs(console: Console, runs: list[ListedRun], *, folder: str) -> None:
     if not runs:
         console.line(f"no runs in or below {folder}")
         return
-    name_width = min(max(cell_len(run.name) for run in runs), PLAIN_WIDTH - 42)
+    name_width = min(max(cell_len(run.name) for run in runs), PLAIN_WIDTH - _STATUS_WIDTH - 31)
     for run in runs:
         when = run.created.astimezone().strftime("%Y-%m-%d %H:%M") if run.created else ""
         name = run.name + " " * (name_width - cell_len(run.name))
-        head = [(f"{name}  ", "bold"), (f"{run.status:<11}", _STYLES.get(run.status, "yellow"))]
+        head = [(f"{name}  ", "bold"), (f"{run.status:<{_STATUS_WIDTH}}", _STYLES.get(run.status, "yellow"))]
         console.spans([*head, (f"  {when:<16}  {duration(run.seconds):>8}".rstrip(), "")])
         for line in wrapped(_details(run), indent="    "):
             console.line(line)

@@ -19,7 +19,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 def check_earlier_adapter(
     skeleton: PeftModel, folder: str, *, base_path: str, new_tokens: NewTokens | None
-) -> str | None:
+) -> list[str]:
     """Compares an adapter's file with the planned adapter, by the names and shapes of its tensors.
 
     Args:
@@ -27,7 +27,7 @@ def check_earlier_adapter(
         base_path: the recipe's `model.path`.
 
     Returns:
-        A warning where the adapter says that it belongs to another base model, else None.
+        A warning where the adapter says that it belongs to another base model.
 
     Raises:
         RecipeError: it has other tensors, or other token rows, than the recipe would train.
@@ -57,8 +57,8 @@ def check_earlier_adapter(
         )
     base = values.get("base_model_name_or_path")
     if not base or Path(base).name == Path(base_path).name:
-        return None
-    return f"the adapter in {folder} was trained on {base}; its tensors fit {base_path}, but is it the same model?"
+        return []
+    return [f"the adapter in {folder} was trained on {base}; its tensors fit {base_path}, but is it the same model?"]
 
 
 @torch.no_grad()
@@ -66,10 +66,18 @@ def load_earlier_adapter(model: PeftModel, folder: str) -> None:
     """Puts an earlier adapter's weights into the adapter of `model`, which stays trainable.
 
     Raises:
-        EnvironmentProblem: a tensor of the file did not arrive.
+        EnvironmentProblem: a tensor of the file is not finite, or did not arrive.
     """
     device = str(next(model.parameters()).device)
     weights = load_peft_weights(folder, device=device)
+    broken = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
+    if broken:
+        raise EnvironmentProblem(
+            f"{len(broken)} of {len(weights)} tensors of the earlier adapter hold NaN or infinite values, such as "
+            f"{broken[0]}",
+            place=str(Path(folder) / WEIGHTS_FILE),
+            remedy="Name another adapter in adapter.continue_from; this one's training went wrong.",
+        )
     set_peft_model_state_dict(model, dict(weights))
     loaded = _state(model)
     lost = [name for name, tensor in weights.items() if not _equals(loaded.get(name), tensor)]

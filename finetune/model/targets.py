@@ -83,12 +83,14 @@ def names_for_peft(
     """Returns the shortest names that mean just the chosen ones to PEFT.
 
     Their last parts, such as `q_proj`, where no other of `everything` ends so (in `layers`, if PEFT is told of them
-    too), else the full names.
+    too, and no path has a second number), else the full names.
     """
     wanted = set(chosen)
     short = {suffix(name, parts=parts) for name in wanted}
     meant = {name for name in everything if any(ends_with(name, ending) for ending in short)}
     if layers is not None:
+        if any(len(LAYER_NUMBER.findall(name)) > 1 for name in meant):
+            return sorted(wanted)  # PEFT may take the 3 of `layers.0.experts.3` for the layer
         meant = {name for name in meant if layer_number(name) in layers}
     return sorted(short if meant == wanted else wanted)
 

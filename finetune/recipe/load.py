@@ -1,7 +1,7 @@
 """Recipe files to a `Recipe`, and back.
 
     file -> YAML nodes with places -> laid over what it extends -> overrides -> absolute input paths -> `Recipe`
-    -> the settings of the adapter that it continues
+    with the settings of the adapter that it continues
 
 Everything that can be wrong is a `RecipeError` that names file, line and column and what to change.
 """
@@ -19,7 +19,6 @@ from pathlib import Path
 import yaml
 
 from finetune.errors import RecipeError
-from finetune.recipe.earlier_adapter import take_earlier_adapter
 from finetune.recipe.locate import CORE_SCHEMA, Node, Place, TextSource, YamlProblem, parse_yaml, scalar_pattern
 from finetune.recipe.merge import apply_override, extended_files, merge
 from finetune.recipe.paths import absolute, resolve_paths
@@ -42,7 +41,7 @@ def load_recipe(path: str | Path, *, overrides: Sequence[str] = ()) -> Recipe:
     reader = _Reader()
     root = reader.read(absolute(os.fspath(path), Path.cwd()), named_at=None, parents=())
     root, problems = _apply_overrides(root, overrides, first_index=reader.num_files)
-    return take_earlier_adapter(validate(resolve_paths(root), known=problems))
+    return validate(resolve_paths(root), known=problems)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -231,9 +231,10 @@ class Watch(Section):
     distance from that median (the standard deviation, for a normal spread), at least 5 % of the median. None: never."""
     grad_norm_spike: float | None = Field(default=10.0, gt=0.0)
     """The same for the norm of the gradient."""
-    divergence: float | None = Field(default=1.5, gt=0.0)
-    """Stop the run (exit code 6) when the loss stays so far above the lowest median of 20 losses that it had reached;
-    before the first 20, above the median of those there are. In nats per token. None: never."""
+    divergence: float | None = Field(default=1.0, gt=0.0)
+    """Stop the run (exit code 6) when the loss stays so far above the level that it had reached: the lowest value that
+    four of five losses did not exceed, in the first 20 losses and in any 50 in a row. In nats per token. None:
+    never."""
     divergence_steps: int = Field(default=20, ge=2)
     """Logged steps in a row that the loss has to stay there."""
 
@@ -256,7 +257,8 @@ class TrainingSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after warm-up."""
     warmup_fraction: float = Field(default=0.03, ge=0.0, lt=1.0)
-    """Share of all steps over which the learning rate rises from zero."""
+    """Share of all steps, rounded up to whole ones, over which the learning rate rises: of `n` such steps the first has
+    1/(n + 1) of `training.learning_rate`, and the step after them all of it."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     """`adamw` keeps its state in the format of the trained weights (fp32 for adapters), `adamw_8bit` in 8 bits,
     `paged_adamw_8bit` in memory that the host backs."""
@@ -280,7 +282,8 @@ class EarlyStopping(Section):
     patience: int = Field(default=3, ge=1)
     """Evaluations in a row without an improvement after which the run ends."""
     min_improvement: float = Field(default=0.0, ge=0.0)
-    """How far the held-out loss has to fall below the lowest before it to count as an improvement."""
+    """How far the held-out loss has to fall below that of the last improvement to count as one; the first evaluation
+    after the first step counts as one."""
 
 
 class EvaluationSection(Section):

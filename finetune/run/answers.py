@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from finetune.console import plural
 from finetune.run.samples import SampleAnswer, group_by_prompt
 
 _MAX_PROMPTS = 20
@@ -25,12 +26,19 @@ def render_before_and_after(samples: Sequence[Mapping[str, Any]]) -> str:
 
 
 def render_over_steps(answers: Sequence[SampleAnswer]) -> str:
-    """Returns a card a prompt with a line a step; of many steps the first, the last and some between."""
+    """Returns, folded, a card a prompt with a line a step; of many steps the first, the last and some between."""
     groups = group_by_prompt(answers)
     shown = [_spread(group) for group in groups[:_MAX_PROMPTS]]
     limit = _limit(sum(2 + len(group) for group in shown))
     cards = "".join(_steps_card(number, group, limit) for number, group in enumerate(shown, start=1))
-    return cards + _left_out(len(groups), "samples.jsonl")
+    if not groups:
+        return ""
+    longest = max(map(len, groups))
+    times = f"{longest:,} times each"
+    if longest > _MAX_STEPS:
+        times += f"; {_MAX_STEPS} are shown, the other {longest - _MAX_STEPS:,} are in samples.jsonl"
+    head = f"<summary>{plural(len(groups), 'prompt')}, answered {times}</summary>"
+    return f'<details class="fold">{head}{cards}{_left_out(len(groups), "samples.jsonl")}</details>'
 
 
 def _limit(num_texts: int) -> int:

@@ -251,7 +251,8 @@ def _check_resume(
         raise RecipeError(
             "the run is done; there is nothing to continue",
             place=str(path),
-            remedy="Look at its report.html, or start a new run with another output.dir.",
+            remedy="Look at its report.html, or start a new run with another output.dir; adapter.continue_from there "
+            "trains this run's adapter on.",
         )
     if stored_hash == recipe_hash:
         return

@@ -12,6 +12,8 @@ from pathlib import Path
 from finetune.errors import EnvironmentProblem
 
 LOCK_NAME = ".lock"
+KILLED = "killed"
+"""Status of a run whose process ended without a word: its folder says running, and no process holds the lock."""
 _TRIES = 3
 _PAUSE_SECONDS = 0.05
 
@@ -55,6 +57,13 @@ def is_locked(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def seen_status(written: str, *, is_locked: bool) -> str:
+    """Returns a run's status: `running` while a process holds the lock, else what was written, else `killed`."""
+    if is_locked:
+        return "running"
+    return KILLED if written == "running" else written
 
 
 def require_unlocked(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Makes a run's page and picture again from what lies in its folder: `finetune report`.
 
-It reads only, takes no lock, and so can look at a run that goes on. `report.json` stays as the run wrote it: at its
+It reads only, holds no lock, and so can look at a run that goes on. `report.json` stays as the run wrote it: at its
 start, before its first step and at its end. What is newer comes from `run.json`, `metrics.jsonl`, `samples.jsonl` and
 the checkpoints.
 """
@@ -16,14 +16,18 @@ from typing import Any
 
 import yaml
 
-from finetune.errors import DataError, EnvironmentProblem
+from finetune.errors import DataError, EnvironmentProblem, RecipeError
 from finetune.run.atomic import write_text
 from finetune.run.folder import RunFolder, open_run_folder
 from finetune.run.html import render_html
+from finetune.run.lock import KILLED, is_locked, seen_status
 from finetune.run.metrics import read_metrics
+from finetune.run.page import require_page_name, require_replaceable
 from finetune.run.plots import write_curves_png
-from finetune.run.report import ReportInputs, build_report, summarize_metrics
+from finetune.run.report import ReportInputs, build_report, summary
 from finetune.run.samples import read_samples
+
+_PNG_START = b"\x89PNG"
 
 
 @dataclass(frozen=True)
@@ -56,18 +60,19 @@ def remake_report(folder: Path, *, output: Path | None = None) -> RemadeReport:
     Args:
         folder: a run folder, whatever its status.
         output: the page's file, its picture beside it with the ending `.png`; None writes `report.html` and
-            `curves.png` into the run folder.
+            `curves.png` into the run folder. A file that is there is replaced where it is a page or picture already.
 
     Raises:
-        RecipeError: there is no run in the folder.
+        RecipeError: there is no run in the folder (the remedy names `finetune runs`), or `output` names something that
+            would be lost.
         DataError: a file of the run is damaged.
         EnvironmentProblem: the page cannot be written there.
     """
-    run = open_run_folder(folder)
+    run = _open(folder)
+    page, beside = _outputs(run, output)
     metrics = read_metrics(run.metrics_path)
     report = read_report(run, metrics)
-    page = run.report_html if output is None else Path(output).absolute()
-    picture = (run.curves_png if output is None else page.with_suffix(".png")) if metrics else None
+    picture = beside if metrics else None
     try:
         write_text(page, render_html(report, metrics, answers=read_samples(run.samples_path)))
         if picture is not None:
@@ -91,11 +96,13 @@ def remake_report(folder: Path, *, output: Path | None = None) -> RemadeReport:
 
 def read_report(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the run's report as it stands: what the run wrote, with the status, figures and checkpoints of now."""
-    status = run.status
+    is_held = is_locked(run.path)  # asked first: a run that ends in between has then written its status
+    status = seen_status(run.status, is_locked=is_held)
     stored = _stored_report(run)
-    report = {**stored, "status": status, "summary": summarize_metrics(metrics)}
+    result = _read_yaml(run.result_path) or stored.get("result") or {}
+    report = {**stored, "status": status, "summary": summary(metrics, result), "result": result}
     report["checkpoints"] = [{"path": str(path)} for path in run.scan_checkpoints().complete]
-    if status == "running":
+    if status in ("running", KILLED):
         report["created"] = datetime.now(UTC).isoformat(timespec="seconds")
         report["message"] = _progress(run, report, metrics)
         trained_for = next(
@@ -103,6 +110,37 @@ def read_report(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[st
         )
         report["timings"] = {**(stored.get("timings") or {}), "training_seconds": trained_for}
     return report
+
+
+def _open(folder: Path) -> RunFolder:
+    """Opens the run; a damaged manifest is a fault of the data, as every other file of the run."""
+    try:
+        return open_run_folder(folder)
+    except RecipeError as error:
+        if not RunFolder(folder).manifest_path.is_file():
+            remedy = "Name the folder of a run, such as runs/NAME; `finetune runs` lists those that there are."
+            raise RecipeError(error.message, place=error.place, remedy=remedy) from error
+        raise DataError(error.message, place=error.place, remedy=error.remedy) from error
+
+
+def _outputs(run: RunFolder, output: Path | None) -> tuple[Path, Path]:
+    """Returns where page and picture go, having looked that they replace nothing else and no other file of the run."""
+    if output is None:
+        return run.report_html, run.curves_png
+    page = Path(output).absolute()
+    settled = page.parent.resolve() / page.name
+    if settled == run.path.resolve() / run.report_html.name:
+        return run.report_html, run.curves_png
+    if settled.is_relative_to(run.path.resolve()):
+        raise RecipeError(
+            "the file lies in the run folder, where report.html is the only page",
+            place=str(page),
+            remedy="Leave --output out to write report.html there, or name a file outside the run folder.",
+        )
+    require_page_name(page)
+    picture = page.with_suffix(".png")
+    require_replaceable(picture, begins=_PNG_START, what="PNG picture")
+    return page, picture
 
 
 def _stored_report(run: RunFolder) -> dict[str, Any]:
@@ -147,7 +185,5 @@ def _progress(run: RunFolder, report: Mapping[str, Any], metrics: Sequence[Mappi
     total = (report.get("plan") or {}).get("total_steps")
     step = report["summary"]["steps"]
     written = datetime.fromtimestamp(run.metrics_path.stat().st_mtime, UTC).isoformat(sep=" ", timespec="seconds")
-    return (
-        f"Step {step:,}{f' of {total:,}' if total else ''}; the last line was logged at {written[:19]} UTC. "
-        "A run whose process was killed still counts as running."
-    )
+    so_far = f"Step {step:,}{f' of {total:,}' if total else ''}; the last line was logged at {written[:19]} UTC."
+    return f"{so_far} The process was killed." if report["status"] == KILLED else so_far

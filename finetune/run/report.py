@@ -55,7 +55,7 @@ def build_report(inputs: ReportInputs) -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "status": inputs.status,
         "message": inputs.message,
-        "summary": summarize_metrics(inputs.metrics) | _delivered_loss(inputs.result),
+        "summary": summary(inputs.metrics, inputs.result),
         "result": inputs.result,
         "spikes": [
             {key: value for key, value in record.items() if key != "kind"}
@@ -77,11 +77,15 @@ def build_report(inputs: ReportInputs) -> dict[str, Any]:
     return {key: _json_ready(value, place=key) for key, value in report.items()}
 
 
-def summarize_metrics(metrics: Sequence[JsonDict]) -> dict[str, Any]:
-    """Returns the few numbers that stand for the curves; a number that was never logged is None.
+def summary(metrics: Sequence[JsonDict], result: JsonDict) -> dict[str, Any]:
+    """Returns the few numbers that stand for a run, wherever they are shown; one that was never measured is None.
 
-    `eval_loss_before` is the evaluation before the first step, `eval_loss_after` the last one after it, or in a report
-    that of the delivered weights.
+    `eval_loss_before` is of the evaluation before the first step; `eval_loss_after` is that of the delivered weights,
+    and where there is no result yet, of the last evaluation after the first step.
+
+    Args:
+        metrics: the records of `metrics.jsonl`.
+        result: what `result.json` holds; empty where there is no result.
     """
     train = [record for record in metrics if record.get("kind") == "train"]
     evals = [record for record in metrics if record.get("kind") == "eval"]
@@ -89,12 +93,13 @@ def summarize_metrics(metrics: Sequence[JsonDict]) -> dict[str, Any]:
     rates = _finite(train, "real_tokens_per_second")
     eval_before = _finite([record for record in evals if record.get("step") == 0], "eval_loss")
     eval_after = _finite([record for record in evals if record.get("step", 0) > 0], "eval_loss")
+    delivered = delivered_part(result).get("eval_loss")
     return {
         "steps": train[-1].get("step") if train else 0,
         "train_loss_first": losses[0] if losses else None,
         "train_loss_last": losses[-1] if losses else None,
         "eval_loss_before": eval_before[0] if eval_before else None,
-        "eval_loss_after": eval_after[-1] if eval_after else None,
+        "eval_loss_after": delivered if delivered is not None else eval_after[-1] if eval_after else None,
         "eval_loss_best": min(eval_before + eval_after, default=None),
         "real_tokens": max(_finite(train, "real_tokens"), default=None),
         "real_tokens_per_second_median": statistics.median(rates) if rates else None,
@@ -102,10 +107,9 @@ def summarize_metrics(metrics: Sequence[JsonDict]) -> dict[str, Any]:
     }
 
 
-def _delivered_loss(result: JsonDict) -> dict[str, Any]:
-    """The held-out loss of the result, where it was measured: not always that of the last evaluation."""
-    loss = result[result["delivered"]]["eval_loss"] if result else None
-    return {} if loss is None else {"eval_loss_after": loss}
+def delivered_part(result: JsonDict) -> JsonDict:
+    """Returns step, held-out loss and folder of the delivered weights; empty where there is no result."""
+    return result[result["delivered"]] if result else {}
 
 
 def _finite(records: Sequence[JsonDict], key: str) -> list[float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,13 +94,22 @@ def _adjusted(shipped: Shipped, target: Path, folder: Path, schema: Path) -> Ite
     if lines[0].startswith(SCHEMA_LINE):
         lines[0] = schema_line(target, schema)
     own, prefix = shipped.path.relative_to(root).as_posix(), f"{folder.as_posix()}/" if folder != Path() else ""
+    new = {own: _shell_word(target.as_posix()), "recipes/": _shell_word(prefix) if prefix else ""}
     for index, line in enumerate(lines):
         if line.startswith("#"):
-            lines[index] = re.sub(r"\brecipes/", lambda _: prefix, line.replace(own, target.as_posix()))
+            lines[index] = re.sub(rf"{re.escape(own)}|\brecipes/", lambda found: new[found.group()], line)
     yield target, "\n".join(lines)
     for source in fragments:
         below = Shipped(source.stem, source, "fragment")
         yield from _adjusted(below, folder / source.relative_to(root), folder, schema)
+
+
+def _shell_word(text: str) -> str:
+    """Returns text as one word of a shell command on one line; what does not print, a line end too, is spelled out."""
+    if text.isprintable():
+        return shlex.quote(text)
+    spelled = (f"\\{char}" if char in "\\'" else char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
+    return f"$'{''.join(spelled)}'"
 
 
 def _extended(text: str) -> list[str]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 from finetune.console import Console
-from finetune.errors import DataError, EnvironmentProblem, RecipeError
+from finetune.errors import EnvironmentProblem, RecipeError
 from finetune.recipe.load import load_recipe
 from finetune.recipe.paths import HUB_ID, is_hub_dataset
 from finetune.recipe.schema import TrainingSection
 from finetune.run.atomic import write_text
+from finetune.start.asking import Ask, Asking, Question
 from finetune.start.card import parse_card
 from finetune.start.editor import SCHEMA_NAME, require_own_schema, schema_line, write_schema
 from finetune.start.look import MAX_ROWS, Look, Unmapped, look_at, require_roles
@@ -23,9 +24,6 @@ from finetune.start.suggest import Suggestion, model_facts, suggest
 
 METHODS: Sequence[str] = get_args(TrainingSection.model_fields["method"].annotation)
 ADAPTERS: Sequence[str] = ("lora", "none")
-
-Ask = Callable[[str, str | None], str]
-"""Asks one question, with a default or None; returns the answer, or the default where the user gives none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +82,26 @@ def init(request: InitRequest, *, console: Console, ask: Ask | None) -> Written:
     target, schema = request.output, request.output.parent / SCHEMA_NAME
     _require_free(target, force=request.force)
     require_own_schema(schema)
-    data = request.data or _answer(ask, "Data file, folder or hub dataset", None, option="DATA")
-    look = _looked(data, request.columns, console=console, ask=ask)
-    model = request.model or _answer(ask, "Model (hub id or folder)", None, option="--model")
-    folder = _model_folder(model)
-    card = parse_card(
-        request.card or (ask("Card (name, memory such as 24GiB, auto or cpu)", "auto") if ask else "auto")
+    require_roles(request.columns)
+    asking = Asking(ask, console)
+    data, look = asking.taken(
+        request.data,
+        Question("Data file, folder or hub dataset", "DATA"),
+        lambda data: (data, _looked(data, request.columns, asking)),
     )
-    method = _choice(request.method, METHODS, "--method", ask=ask, question="Training method")
-    adapter = _choice(
-        request.adapter, ADAPTERS, "--adapter", ask=ask, question="Adapter: lora, or none for all weights"
+    if look is not None:
+        for line in look.first_record:
+            console.line(line)
+    model, folder = asking.taken(
+        request.model,
+        Question("Model (hub id or folder)", "--model"),
+        lambda model: (model, _model_folder(model)),
     )
+    card = asking.taken(
+        request.card, Question("Card (name, memory such as 24GiB, auto or cpu)", "--card", "auto"), parse_card
+    )
+    method = asking.choice(request.method, METHODS, Question("Training method", "--method"))
+    adapter = asking.choice(request.adapter, ADAPTERS, Question("Adapter: lora, or none for all weights", "--adapter"))
     run_dir = request.run_dir or f"runs/{target.stem}"
     if request.run_dir is None and ask is not None:
         run_dir = ask("Folder of the run", run_dir)
@@ -133,48 +140,35 @@ def _require_free(target: Path, *, force: bool) -> None:
         raise RecipeError("the file exists and will not be replaced", place=str(target), remedy=remedy)
 
 
-def _answer(ask: Ask | None, question: str, default: str | None, *, option: str) -> str:
-    if ask is None:
-        remedy = f"Give {option}; without a terminal nothing can be asked. See: finetune init --help"
-        raise RecipeError(f"{option} is missing", place="command line", remedy=remedy)
-    return ask(question, default)
-
-
-def _choice(given: str | None, allowed: Sequence[str], option: str, *, ask: Ask | None, question: str) -> str:
-    """Returns the value of an option that takes one of a few, the first by default; one alone is not asked for."""
-    if given is None and ask is not None and len(allowed) > 1:
-        given = ask(question, allowed[0])
-    if given is not None and given not in allowed:
-        raise RecipeError(f"`{given}` is not allowed", place=option, remedy=f"Use one of: {', '.join(allowed)}.")
-    return given or allowed[0]
-
-
-def _looked(data: str, columns: Mapping[str, str], *, console: Console, ask: Ask | None) -> Look | None:
-    require_roles(columns)
+def _looked(data: str, columns: Mapping[str, str], asking: Asking) -> Look | None:
     if is_hub_dataset(data):
-        console.note(f"{data} is a dataset of the hub, which is not looked at; `finetune preview` does")
+        asking.console.note(f"{data} is a dataset of the hub, which is not looked at; `finetune preview` does")
         return None
     path = os.path.abspath(os.path.expanduser(data))
     look = look_at(path, columns=columns)
     if isinstance(look, Unmapped):
-        chosen = _mapped(look, data, ask=ask)
+        chosen = _mapped(look, data, asking)
         look = look_at(path, columns=chosen)
         assert isinstance(look, Look), "with columns, what fits no format is an error"
     return look
 
 
-def _mapped(unmapped: Unmapped, data: str, *, ask: Ask | None) -> dict[str, str]:
+def _mapped(unmapped: Unmapped, data: str, asking: Asking) -> dict[str, str]:
     """Returns the columns by role: as the user answers, or as their names say where nobody can be asked."""
     names, guess = ", ".join(unmapped.columns), unmapped.guess
-    if ask is not None and not {"messages", "text"} & set(guess):
-        chosen = {}
-        for role, what in (("instruction", "question"), ("output", "answer")):
-            chosen[role] = ask(f"Which column holds the {what}? ({names})", guess.get(role))
-            if chosen[role] not in unmapped.columns:
-                raise RecipeError(f"there is no column `{chosen[role]}`", place=data, remedy=f"Use one of: {names}.")
-        return chosen
+
+    def column(name: str) -> str:
+        if name not in unmapped.columns:
+            raise RecipeError(f"there is no column `{name}`", place=data, remedy=f"Use one of: {names}.")
+        return name
+
+    if asking.ask is not None and not {"messages", "text"} & set(guess):
+        return {
+            role: asking.taken(None, Question(f"Which column holds the {what}? ({names})", "", guess.get(role)), column)
+            for role, what in (("instruction", "question"), ("output", "answer"))
+        }
     if not guess:
-        raise DataError(
+        raise RecipeError(
             f"the columns fit no known format: {names}",
             place=data,
             remedy="Say which is which, such as --column instruction=NAME --column output=NAME, or --column text=NAME.",

@@ -6,6 +6,7 @@ Files are read and records recognised and converted by the data layer itself, so
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,9 @@ _NAMES = {
     "messages": ("messages", "conversation", "conversations", "dialogue", "dialog", "chat", "turns"),
 }
 """Column names that play a role often, the likeliest first."""
+_SHOWN_MESSAGES = 4
+_MEANT = {"question": "instruction", "response": "output", "reply": "output", "query": "instruction"}
+"""Words that people use for a role."""
 ROLES = tuple(Columns.model_fields)
 
 
@@ -50,9 +54,12 @@ class Look:
     """Tokens of the longest conversation, as an estimate from its bytes."""
     total_tokens: int = 0
     """Tokens of all rows looked at, as an estimate."""
+    first_record: tuple[str, ...] = ()
+    """The first record as it was understood, for people: a short line a message."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {**vars(self), "columns": dict(self.columns)}
+        values = {name: value for name, value in vars(self).items() if name != "first_record"}
+        return {**values, "columns": dict(self.columns)}
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,9 @@ def require_roles(columns: Mapping[str, str]) -> None:
         if role not in ROLES:
             near = difflib.get_close_matches(role, ROLES, n=1)
             remedy = f"Did you mean {near[0]}?" if near else f"Use one of: {', '.join(ROLES)}."
+            if role in _MEANT:
+                remedy = "The question's column has the role instruction, the answer's the role output (`answer` is "
+                remedy += "what a reward compares with): --column instruction=NAME --column output=NAME"
             raise RecipeError(f"`{role}` is no role that a column can play", place="--column", remedy=remedy)
 
 
@@ -110,8 +120,18 @@ def _first_look(record: Record | DataError, origin: Origin, columns: Mapping[str
     if format == "prompt_answer" and not columns and isinstance(record, dict):
         # A prompt and its answer, which supervised training learns under the names of their roles.
         return Unmapped(tuple(map(str, record)), {"instruction": "prompt", "output": "answer"})
-    convert(record, format=format, origin=origin)
-    return Look(describe(record, format), dict(columns), 0, True)
+    conversation = convert(record, format=format, origin=origin)
+    return Look(describe(record, format), dict(columns), 0, True, first_record=_as_lines(conversation))
+
+
+def _as_lines(conversation: Conversation) -> tuple[str, ...]:
+    """Returns a line a message of a conversation, the first few; a text or completion is one line."""
+    parts = [(message.role, message.content) for message in conversation.messages[:_SHOWN_MESSAGES]]
+    parts += [(name, text) for name, text in (("text", conversation.text), ("answer", conversation.completion)) if text]
+    return tuple(
+        f"{'record   ' if index == 0 else '         '}{name}: {textwrap.shorten(text, 60, placeholder=' ...')}"
+        for index, (name, text) in enumerate(parts)
+    )
 
 
 def _guess(names: tuple[str, ...]) -> dict[str, str]:
@@ -165,6 +185,7 @@ class _Seen:
             self.first_fault,
             self.longest,
             self.total,
+            look.first_record,
         )
 
 

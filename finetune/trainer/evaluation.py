@@ -16,8 +16,8 @@ from finetune.recipe.schema import Recipe
 from finetune.run.atomic import write_json
 from finetune.run.checkpoints import checkpoint_step
 from finetune.run.folder import RunFolder
-from finetune.run.metrics import append_records, keep_until
-from finetune.trainer.checks import check_loss_again
+from finetune.run.metrics import append_records, keep_until, read_metrics
+from finetune.trainer.checks import check_loss_again, check_weights_are_those_in
 from finetune.trainer.ending import Ending
 from finetune.trainer.generate import Generator, stop_tokens
 from finetune.trainer.measurement import Measurement
@@ -57,16 +57,23 @@ class Evaluator:
         )
         self.stop_ids = self._generator.stop_ids
         """Tokens that end an answer."""
-        self.seconds = 0.0
-        """Time spent measuring."""
+        self._answer_seconds = 0.0
         self._delivers = prepared.delivers
+        self._metrics_path = run.metrics_path
         self._sampled_step = -1
         self._recorded_step = -1
+        self._scored_step = -1
+
+    @property
+    def seconds(self) -> float:
+        """Time spent measuring: held-out losses, during training too, and answers."""
+        return self._trainer.held_out_seconds + self._answer_seconds
 
     def before(self, checkpoint: Path | None) -> Measurement | None:
         """Measures the untrained model; a continued run reads what was measured when it began."""
         if checkpoint is not None:
             keep_until(self._samples_path, checkpoint_step(checkpoint) or 0)
+            self._note_recorded()
             if not self._before_path.is_file():
                 return None
             return Measurement.from_dict(json.loads(self._before_path.read_text(encoding="utf-8")))
@@ -98,18 +105,21 @@ class Evaluator:
         begun = time.perf_counter()
         answers = self._generator.answer([prompt.prompt_ids for prompt in self._held_out.shown])
         self._keep(answers, step=step)
-        self.seconds += time.perf_counter() - begun
+        self._answer_seconds += time.perf_counter() - begun
         last = self._held_out.shown[-1].prompt
         self._say(f"sample at step {step}: {one_line(last, limit=60)} -> {one_line(answers[-1])}")
 
     def measure_result(self, ending: Ending) -> Measurement | None:
-        """Measures the weights that are delivered, and compares their loss with the one that they were chosen by.
+        """Measures the weights that are delivered, and compares them with what was saved, and their loss with the one
+        that they were chosen by.
 
         Raises:
-            GateStopped: it is another: what was saved is not what was measured.
+            GateStopped: they or it differ: what was saved is not what was measured.
         """
         part = ending.result[ending.result["delivered"]]
         is_last = part["step"] == self._trainer.state.global_step
+        if not is_last:
+            ending.checks.append(check_weights_are_those_in(Path(ending.result["path"]), self._trainer.trained))
         measurement = self.measure(is_recorded=is_last)
         if not is_last and measurement is not None:
             check = check_loss_again(measurement.loss, expected=part["eval_loss"], folder=ending.result["path"])
@@ -120,7 +130,7 @@ class Evaluator:
         """Evaluates the model as it is.
 
         Args:
-            is_recorded: loss and scores go to the metrics as one record, and the answers to the samples.
+            is_recorded: loss and scores go to the metrics, and the answers to the samples.
         """
         has_loss = self._trainer.eval_dataset is not None
         if not has_loss and not self._held_out.own:
@@ -133,11 +143,26 @@ class Evaluator:
         scores = {name: mean_score(score, answered, wanted) for name, score in self._held_out.scores.items()}
         if is_recorded and step != self._sampled_step:
             self._keep(self._held_out.shown_answers(answers), step=step)
-        if has_loss and is_recorded and (scores or step != self._recorded_step):
-            self._trainer.evaluate(scores=scores)
+        self._answer_seconds += time.perf_counter() - begun
+        if has_loss and is_recorded:
+            self._record(scores, step=step)
         loss = self._trainer.held_out_loss()["loss"] if has_loss else None
-        self.seconds += time.perf_counter() - begun
         return Measurement(loss, scores, answers)
+
+    def _record(self, scores: dict[str, float], *, step: int) -> None:
+        """Records loss and scores; where the loss of this step is recorded, as in training, the scores alone."""
+        if step != self._recorded_step:
+            self._trainer.evaluate(scores=scores)
+        elif scores and step != self._scored_step:
+            self._trainer.log({f"eval_{name}": score for name, score in scores.items()})
+
+    def _note_recorded(self) -> None:
+        """Takes over which step was recorded last before a run is continued."""
+        for record in read_metrics(self._metrics_path):
+            if record.get("kind") == "eval":
+                self._recorded_step = record["step"]
+            if any(f"eval_{name}" in record for name in self._held_out.scores):
+                self._scored_step = record["step"]
 
     def _keep(self, answers: list[str], *, step: int) -> None:
         self._sampled_step = step

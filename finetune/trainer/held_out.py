@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from finetune.data.types import PromptReference
 from finetune.errors import DataError
 from finetune.recipe.schema import EvaluationSection
+from finetune.run.samples import SampleAnswer, group_by_prompt
 from finetune.trainer.measurement import Measurement
 from finetune.trainer.scores import Score, load_scores
 
@@ -68,41 +69,39 @@ class HeldOut:
 
     def sample_records(self, answers: Sequence[str], *, step: int) -> list[dict[str, Any]]:
         """Returns the lines of `samples.jsonl` for the answers to the shown prompts at one step."""
-        num_references = len(self.shown) - len(self.own)
         return [
-            {
-                "step": step,
-                "prompt": prompt.prompt,
-                "reference": prompt.reference if number < num_references else None,
-                "answer": answer,
-            }
-            for number, (prompt, answer) in enumerate(zip(self.shown, answers, strict=True))
+            {"step": step, "prompt": prompt, "reference": reference, "answer": answer}
+            for (prompt, reference), answer in zip(self._shown_texts(), answers, strict=True)
         ]
 
     def samples(
-        self, before: Measurement | None, after: Measurement | None, records: Iterable[Mapping[str, Any]] = ()
+        self, before: Measurement | None, after: Measurement | None, given: Sequence[SampleAnswer] = ()
     ) -> list[dict[str, Any]]:
         """Returns the shown prompts with their reference, the answers before and after, and those of each step.
 
         Args:
-            records: the lines of `samples.jsonl`.
+            given: the answers in `samples.jsonl`.
         """
-        by_prompt: dict[str, dict[int, str]] = {}
-        for record in records:
-            by_prompt.setdefault(record["prompt"], {})[record["step"]] = record["answer"]
+        groups = {(group[0].prompt, group[0].reference): group for group in group_by_prompt(given)}
         answers = [self.shown_answers(each.answers) if each else None for each in (before, after)]
-        num_references = len(self.shown) - len(self.own)
         return [
             {
-                "prompt": prompt.prompt,
-                "reference": prompt.reference if number < num_references else None,
+                "prompt": prompt,
+                "reference": reference,
                 "before": answers[0][number] if answers[0] else None,
                 "after": answers[1][number] if answers[1] else None,
                 "steps": [
-                    {"step": step, "answer": answer}
-                    for step, answer in sorted(by_prompt.get(prompt.prompt, {}).items())
+                    {"step": sample.step, "answer": sample.answer} for sample in groups.get((prompt, reference), ())
                 ],
             }
+            for number, (prompt, reference) in enumerate(self._shown_texts())
+        ]
+
+    def _shown_texts(self) -> list[tuple[str, str | None]]:
+        """Prompt and reference of what is shown; the user's own prompts have none."""
+        num_references = len(self.shown) - len(self.own)
+        return [
+            (prompt.prompt, prompt.reference if number < num_references else None)
             for number, prompt in enumerate(self.shown)
         ]
 

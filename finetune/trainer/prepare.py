@@ -22,6 +22,7 @@ from finetune.errors import RecipeError
 from finetune.model.adapter import add_adapter
 from finetune.model.config import ModelPlan, plan_model
 from finetune.model.earlier import check_earlier_adapter
+from finetune.model.earlier_tokens import check_earlier_tokens
 from finetune.model.load import choose_pad_token, vocabulary_rows
 from finetune.model.new_tokens import NewTokens, plan_new_tokens
 from finetune.model.positions import position_limit
@@ -120,9 +121,13 @@ class Prepared:
         }
 
 
-def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
+def prepare(recipe: Recipe, *, say: Callable[[str], None], warn: Callable[[str], None] | None = None) -> Prepared:
     """Settles the run. Reads the config, the tokenizer and the data, but no weights; writes nothing but the
     tokenized data's cache.
+
+    Args:
+        say: prints a line.
+        warn: prints a warning; None takes `say`.
 
     Raises:
         FinetuneError: whatever of model, data or recipe does not hold; each names its place and remedy.
@@ -140,7 +145,7 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
     tokenizer = load_tokenizer(recipe.model)
     new_tokens = plan_new_tokens(recipe.model, tokenizer, plan.skeleton)
     num_rows = vocabulary_rows(plan.skeleton)
-    targets, table = _plan_trained(recipe, plan, new_tokens, say=say)
+    targets, table = _plan_trained(recipe, plan, new_tokens, tokenizer=tokenizer, warn=warn or say)
     _require_room(recipe, table)
     dataset = build_dataset(
         recipe.data,
@@ -202,7 +207,12 @@ def _own_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, date: st
 
 
 def _plan_trained(
-    recipe: Recipe, plan: ModelPlan, new_tokens: NewTokens | None, *, say: Callable[[str], None]
+    recipe: Recipe,
+    plan: ModelPlan,
+    new_tokens: NewTokens | None,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    warn: Callable[[str], None],
 ) -> tuple[AdapterTargets | None, TrainableTable]:
     """Puts the adapter onto the skeleton: returns its targets (None in full fine-tuning) and the table of all that is
     trained."""
@@ -219,11 +229,10 @@ def _plan_trained(
     targets = choose_targets(plan.skeleton, adapter, is_quantized=recipe.model.quantization != "none")
     skeleton = add_adapter(plan.skeleton, adapter, targets=targets, new_tokens=new_tokens)
     if adapter.continue_from is not None and isinstance(skeleton, PeftModel):
-        warning = check_earlier_adapter(
-            skeleton, adapter.continue_from, base_path=recipe.model.path, new_tokens=new_tokens
-        )
-        if warning is not None:
-            say(warning)
+        folder, base_path = adapter.continue_from, recipe.model.path
+        warnings = check_earlier_adapter(skeleton, folder, base_path=base_path, new_tokens=new_tokens)
+        for warning in [*warnings, *check_earlier_tokens(tokenizer, folder, new_tokens=new_tokens)]:
+            warn(warning)
     return targets, trainable_table(skeleton)
 
 

@@ -34,7 +34,7 @@ from finetune.optimizations.attention.feed import MetadataFeed
 from finetune.run.checkpoints import checkpoint_step, what_is_left
 from finetune.trainer.memory import halved_when_out_of_memory, random_state_kept
 from finetune.trainer.meter import Meter, MicroBatchRecord, resident_bytes
-from finetune.trainer.optimizer import create_loraplus
+from finetune.trainer.optimizer import apply_loraplus
 from finetune.trainer.saved_config import settings_as, training_settings
 from finetune.trainer.skipped_steps import SkippedSteps
 
@@ -86,6 +86,8 @@ class SftTrainer(SFTTrainer):
         self._rows_collator = collator
         self._has_weights = len(rows[0].store.weight_runs) > 0
         self._aux_losses: list[torch.Tensor] = []
+        self.held_out_seconds = 0.0
+        """Time spent on held-out losses."""
         self._evaluated: dict[str, float] = {}
         self._evaluated_step = -1
         self._logged_step = 0
@@ -133,14 +135,16 @@ class SftTrainer(SFTTrainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Makes the optimizer; with a `loraplus_ratio` the B matrices of the adapters get a rate of their own."""
-        if self.loraplus_ratio is None or self.optimizer is not None:
-            return super().create_optimizer(model)
-        kind, options = self.get_optimizer_cls_and_kwargs(self.args)
-        optimizer = create_loraplus(
-            self.trained, kind, options, ratio=self.loraplus_ratio, weight_decay=self.args.weight_decay
-        )
-        self.optimizer = optimizer
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and self.loraplus_ratio is not None:
+            apply_loraplus(optimizer, self.trained, ratio=self.loraplus_ratio)
         return optimizer
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Returns what weight decay applies to: no bias and no vector, such as a norm or a magnitude of DoRA."""
+        vectors = {name for name, parameter in model.named_parameters() if parameter.ndim < 2}
+        return [name for name in super().get_decay_parameter_names(model) if name not in vectors]
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -270,7 +274,9 @@ class SftTrainer(SFTTrainer):
                 remedy="Lower training.learning_rate, or use bf16 in place of fp16. "
                 + what_is_left(Path(str(self.args.output_dir))),
             )
-        return {"loss": loss, "tokens": num_tokens, "seconds": time.perf_counter() - started}
+        seconds = time.perf_counter() - started
+        self.held_out_seconds += seconds
+        return {"loss": loss, "tokens": num_tokens, "seconds": seconds}
 
     @torch.no_grad()
     def _held_out_sum(self, batch_size: int) -> tuple[float, int, float]:

@@ -14,17 +14,19 @@ import torch
 import yaml
 
 from finetune.console import Console, plural
-from finetune.errors import FinetuneError, GateStopped, Interrupted
+from finetune.errors import FinetuneError, GateStopped, Interrupted, RecipeError
 from finetune.model.quantize import unquantized_bytes
 from finetune.recipe.schema import Recipe
 from finetune.run.atomic import write_json, write_text
 from finetune.run.folder import RunFolder, Status
 from finetune.run.html import render_html
-from finetune.run.metrics import read_metrics
+from finetune.run.metrics import read_metrics, run_folder_gone
 from finetune.run.plots import write_curves_png
 from finetune.run.report import ReportInputs, build_report
 from finetune.run.samples import read_samples
-from finetune.trainer.ending import Ending
+from finetune.run.spoken import last_question, without_control_tokens
+from finetune.trainer.callbacks.interrupt import signals_ignored
+from finetune.trainer.ending import NOT_WORSE, Ending
 from finetune.trainer.evaluation import one_line
 from finetune.trainer.prepare import Prepared
 from finetune.trainer.result import artifacts_of
@@ -37,36 +39,34 @@ FEW_STEPS = 10
 def show_plan(console: Console, prepared: Prepared) -> None:
     """Prints what is about to be trained, on what, for how long."""
     model, train, steps, table = prepared.model, prepared.train_rows.plan, prepared.steps, prepared.table
-    console.line(
+    console.prose(
         f"model   {type(model.skeleton).__name__}, {_count(table.num_base)} weights, "
         f"{str(model.dtype).removeprefix('torch.')}, quantization {model.section.quantization}, "
         f"on {model.device}"
     )
-    console.line(f"attends {prepared.attention.name}: {prepared.attention.reason}")
-    if prepared.attention.faster:
-        console.line(f"        {prepared.attention.faster}")
-    for applied in prepared.applied:
-        console.line(f"flag    {applied.flag} {applied.state}: {applied.reason}")
-    for line in prepared.dataset.ledger.summary_lines():
+    _show_attention(console, prepared)
+    counts, *others = prepared.dataset.ledger.summary_lines()
+    console.prose(f"data    {counts}")
+    for line in others:  # with paths, which stay whole
         console.line(f"data    {line}")
     for check in prepared.dataset.gate.warnings:
         console.warning(f"data: {check.line()}")
     if prepared.new_tokens is not None:
         console.line(f"tokens  {prepared.new_tokens.line()}")
-    console.line(
+    console.prose(
         f"rows    {len(train):,} of {train.max_length:,} tokens: {train.num_tokens:,} real, {train.fill:.2%} filled, "
         f"{train.num_pad_tokens:,} padding"
         if prepared.is_packed
         else f"rows    {len(train):,}, one sample each: {plural(train.num_tokens, 'real token')}"
     )
-    console.line(
+    console.prose(
         f"steps   {steps.total_steps:,} of {plural(steps.rows_per_step, 'row')} "
         f"({plural(steps.micro_batches_per_step, 'micro-batch')} of {steps.rows_per_micro_batch}), "
         f"{steps.warmup_steps} of them warm-up"
     )
     if prepared.delivers == "best":
-        console.line("result  the weights of the lowest held-out loss; the last ones are kept beside them")
-    console.line(
+        console.prose("result  the weights of the lowest held-out loss; the last ones are kept beside them")
+    console.prose(
         f"trained {table.num_trainable:,} weights beside {table.num_frozen:,} frozen ones ({table.share:.3%} of all), "
         f"{table.checkpoint_bytes / 2**20:,.1f} MiB a checkpoint"
     )
@@ -93,6 +93,15 @@ def show_plan(console: Console, prepared: Prepared) -> None:
     )
 
 
+def _show_attention(console: Console, prepared: Prepared) -> None:
+    """Prints what computes attention, what would be faster, and what becomes of each flag."""
+    console.prose(f"attends {prepared.attention.name}: {prepared.attention.reason}")
+    if prepared.attention.faster:
+        console.prose(f"        {prepared.attention.faster}")
+    for applied in prepared.applied:
+        console.prose(f"flag    {applied.flag} {applied.state}: {applied.reason}")
+
+
 def show_start(console: Console, prepared: Prepared, checkpoint: Path | None) -> None:
     """Prints that training begins, or where it goes on."""
     what = "an adapter" if prepared.targets is not None else "all weights"
@@ -111,6 +120,7 @@ def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, starte
         ending.status, ending.message = (
             ("early-stopped", ending.stopped_early) if ending.stopped_early else ("done", "")
         )
+        ending.compare_with_before()
     except BaseException as error:
         ending.status = _status_of(error)
         ending.message = error.message if isinstance(error, FinetuneError) else type(error).__name__
@@ -123,9 +133,26 @@ def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, starte
 
 
 def _close(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -> None:
-    ending.timings["total_seconds"] = time.perf_counter() - ending.started
-    ending.report = write_report(run, recipe, prepared, ending)
-    run.set_status(ending.status)  # last: a run without its report is not done
+    # A second signal, such as a scheduler sends, would leave the run with the status `running`.
+    with signals_ignored():
+        ending.timings["total_seconds"] = time.perf_counter() - ending.started
+        ending.report = write_report(run, recipe, prepared, ending)
+        run.set_status(ending.status)  # last: a run without its report is not done
+
+
+@contextmanager
+def folder_in_place(run: RunFolder) -> Iterator[None]:
+    """Names the cause where the block fails because the run folder was moved or deleted.
+
+    Raises:
+        EnvironmentProblem: the run's manifest is gone, so a file error, or a note that all is saved, would mislead.
+    """
+    try:
+        yield
+    except (OSError, RecipeError, Interrupted) as error:
+        if run.manifest_path.exists():
+            raise
+        raise run_folder_gone(run.path) from error
 
 
 def _status_of(error: BaseException) -> Status:
@@ -163,7 +190,7 @@ def _make_report(
             ledgers=prepared.ledgers_dict(),
             environment=_read_environment(run),
             metrics=read_metrics(run.metrics_path),
-            samples=prepared.held_out.samples(ending.before, ending.after, read_metrics(run.samples_path)),
+            samples=prepared.held_out.samples(ending.before, ending.after, read_samples(run.samples_path)),
             scores=prepared.held_out.score_table(ending.before, ending.after),
             timings=ending.timings,
             checkpoints=[{"path": str(path)} for path in run.scan_checkpoints().complete],
@@ -184,6 +211,9 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
         console.line(report["message"], style="bold")
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
         console.line(f"held-out loss {summary['eval_loss_before']:.4f} -> {summary['eval_loss_after']:.4f}")
+    for check in report["checks"]:
+        if check["name"] == NOT_WORSE and not check["ok"]:
+            console.warning(f"{check['detail']}. Lower training.learning_rate, or check that the data are alike.")
     for name, score in report["scores"].items():
         before = "not measured" if score["before"] is None else f"{score['before']:.1%}"
         console.line(
@@ -191,12 +221,11 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
         )
     for sample in report["samples"]:
         console.line()
-        console.line(f"prompt    {one_line(sample['prompt'], limit=SAMPLE_CHARACTERS)}")
-        if sample["before"] is not None:
-            console.line(f"before    {one_line(sample['before'], limit=SAMPLE_CHARACTERS)}")
-        console.line(f"after     {one_line(sample['after'] or '', limit=SAMPLE_CHARACTERS)}")
-        if sample["reference"] is not None:
-            console.line(f"reference {one_line(sample['reference'], limit=SAMPLE_CHARACTERS)}")
+        console.line(f"prompt    {one_line(last_question(sample['prompt']), limit=SAMPLE_CHARACTERS)}")
+        for name in ("before", "after", "reference"):
+            if sample[name] is not None or name == "after":
+                said = without_control_tokens(sample[name] or "")
+                console.line(f"{name:<9} {one_line(said, limit=SAMPLE_CHARACTERS)}")
     console.line()
     for artifact in report["artifacts"]:
         console.line(
@@ -205,7 +234,15 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
         )
     console.line(f"report    {_shown(run.report_html)}")
     console.line(f"metrics   {_shown(run.metrics_path)}")
+    _show_next(console, run, report)
+
+
+def _show_next(console: Console, run: RunFolder, report: Mapping[str, Any]) -> None:
+    """Prints what to do next: after the shipped quick start, how to train on data of one's own."""
     command = _command()
+    if Path(report["recipe"]["model"]["path"]).parts[-2:] != ("quickstart", "base"):
+        console.line(f"next      open the report; `{command} runs` lists this run beside the others")
+        return
     console.line("next      open the report, or train on your own file:")
     console.line(f"          {command} train {_shown(run.recipe_path)} \\")
     console.line("              'data.train=[{path: FILE.jsonl}]' 'data.eval={fraction: 0.1}' \\")

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transformers import TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback, get_reporting_integration_callbacks
 
 from finetune.trainer.callbacks.tracker import TrackerCallback
@@ -15,8 +14,8 @@ PROJECT = "finetune"
 """Project that runs are filed under, where the tracker's own variables name none."""
 
 
-def make_trackers(names: Sequence[str], *, folder: Path, say: Callable[[str], None]) -> list[TrainerCallback]:
-    """Returns a callback for each tracker; nothing is started or sent before training begins.
+def make_trackers(names: Sequence[str], *, folder: Path, say: Callable[[str], None]) -> list[TrackerCallback]:
+    """Returns a callback for each tracker, to be closed; nothing is started or sent before the first event.
 
     What a tracker writes goes into the run folder, unless its own variable (`TENSORBOARD_LOGGING_DIR`, `WANDB_DIR`)
     names another.

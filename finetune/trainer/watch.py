@@ -77,7 +77,7 @@ class Watchers:
 
 @contextmanager
 def watch(run: RunFolder, recipe: Recipe, checkpoint: Path | None, *, console: Console) -> Iterator[Watchers]:
-    """Opens the metrics file, the live view and the signal handlers, and closes them however the run ends."""
+    """Opens metrics file, live view, signal handlers and trackers, and closes them however the run ends."""
     for passed_over in run.scan_checkpoints().incomplete:
         console.note(f"{passed_over.path} is passed over: {passed_over.reason}")
     interrupt = InterruptCallback(console.note)
@@ -96,6 +96,9 @@ def watch(run: RunFolder, recipe: Recipe, checkpoint: Path | None, *, console: C
         stack.enter_context(progress)
         stack.enter_context(interrupt)
         early_stopping = _early_stopping(recipe, past)
+        trackers = make_trackers(recipe.output.trackers, folder=run.path, say=console.warning)
+        for tracker in trackers:
+            stack.callback(tracker.close)
         callbacks: list[TrainerCallback] = [
             CheckpointsCallback(keep=recipe.output.keep_checkpoints),
             MetricsLogCallback(metrics),
@@ -103,7 +106,7 @@ def watch(run: RunFolder, recipe: Recipe, checkpoint: Path | None, *, console: C
             *([early_stopping] if early_stopping else []),
             first_step,
             progress,
-            *make_trackers(recipe.output.trackers, folder=run.path, say=console.warning),
+            *trackers,
             interrupt,
         ]
         yield Watchers(run, callbacks, first_step, interrupt, early_stopping)

@@ -84,6 +84,14 @@ def test_wrong_folder_and_wrong_field(tmp_path: Path) -> None:
         list_runs(tmp_path, sort="size")
 
 
+def test_the_times_of_all_statuses_stand_below_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, status in (("a", "early-stopped"), ("b", "done")):
+        make_run(tmp_path / name, created="2026-01-01T00:00:00+00:00", losses=[1.0, 0.5], status=status)
+    show_runs(Console(), list_runs(tmp_path, sort="name"), folder="here")
+    heads = [line for line in capsys.readouterr().out.splitlines() if "2026" in line]
+    assert len(heads) == 2 and len({line.index("2026") for line in heads}) == 1
+
+
 def test_no_runs_are_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_runs(Console(), list_runs(tmp_path, sort="when"), folder="here")
     assert capsys.readouterr().out == "no runs in or below here\n"

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.errors import RecipeError
 from finetune.model.adapter import add_adapter
-from finetune.model.targets import choose_targets
+from finetune.model.targets import choose_targets, names_for_peft
 from finetune.model.trainable import trainable_table
 from finetune.recipe.schema import LoraAdapter
 
@@ -87,6 +87,14 @@ def test_layers_and_full_paths() -> None:
     assert {name.split(".")[2] for name in (*in_layer.modules, *in_layer.parameters)} == {"1"}
     path = "model.layers.1.self_attn.q_proj"
     assert choose_targets(skeleton("qwen3"), LoraAdapter(targets=[path])).modules == (path,)
+
+
+def test_layers_of_paths_with_two_numbers_have_full_names() -> None:
+    """The expert's number must not be taken for that of the layer."""
+    names = [f"layers.{layer}.mlp.experts.{expert}.up_proj" for layer in (0, 1) for expert in (0, 1)]
+    assert names_for_peft(names[:2], names, parts=1, layers=[0]) == names[:2]
+    plain = ["layers.0.mlp.up_proj", "layers.1.mlp.up_proj"]
+    assert names_for_peft(plain[:1], plain, parts=1, layers=[0]) == ["up_proj"]
 
 
 @pytest.mark.parametrize(

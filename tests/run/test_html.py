@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,40 @@ def test_answers_over_the_steps_are_shown_where_they_tell_more() -> None:
     assert "over the steps" not in page([{**sample, "after": "r"}], (0, "b"), (10, "r"))
     assert "over the steps" in page([{**sample, "after": "r"}], (0, "b"), (5, EVIL), (10, "r"))
     assert "step 0" in page([], (0, "b"))
+    assert "1 prompt, answered 12 times each" in page([], *((step, "b") for step in range(12)))
+    many = page([], *((step, "b") for step in range(25)))
+    assert "answered 25 times each; 12 are shown, the other 13 are in samples.jsonl" in many
+
+
+def test_a_warning_is_no_tick_and_is_counted_at_the_top() -> None:
+    warned = {"name": "data: duplicates", "ok": False, "status": "warning", "detail": "2 of 9 are equal"}
+    passed = {"name": "data: length", "ok": True, "status": "ok", "detail": "loss 5.036827087402344 of 1.5"}
+    html = render_html(build_report(ReportInputs(status="done", recipe={}, checks=[warned, passed])), [])
+    assert '<li class="warns"><b role="img" aria-label="warning">!</b><div>data: duplicates' in html
+    assert '<span class="badge warn">1 warning</span>' in html
+    assert "loss 5.037 of 1.5" in html
+    without = render_html(build_report(ReportInputs(status="done", recipe={}, checks=[passed])), [])
+    assert "badge warn" not in without.partition("</style>")[2]
+
+
+def test_the_best_step_is_marked_where_it_is_not_the_last() -> None:
+    records = [*metrics(10), {"kind": "eval", "step": 5, "eval_loss": 0.5}]
+    result = {"delivered": "best", "path": "a", "best": {"step": 5, "eval_loss": 0.5}, "last": {"step": 10}}
+
+    def page(best: dict[str, Any]) -> str:
+        report = build_report(ReportInputs(status="early-stopped", recipe={}, metrics=records))
+        return render_html({**report, "result": {**result, "best": best}}, records)
+
+    assert "delivered <b>0.5</b> at step 5" in page(result["best"]) and 'class="dot second best"' in page(
+        result["best"]
+    )
+    assert "at step 10" not in page({"step": 10, "eval_loss": 1.0})
+
+
+def test_a_command_can_be_typed_again() -> None:
+    command = ["__main__.py", "train", "c.yaml", "data.train=[{path: a}]"]
+    html = render_html(build_report(ReportInputs(status="done", recipe={}, environment={"command": command})), [])
+    assert escape("python -m finetune train c.yaml 'data.train=[{path: a}]'") in html
 
 
 def test_page_of_long_answers_stays_under_two_megabytes() -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from finetune.cli import main
 from finetune.console import Console
-from finetune.errors import DataError, EnvironmentProblem, RecipeError
+from finetune.errors import EnvironmentProblem, RecipeError
 from finetune.recipe.load import load_recipe
 from finetune.start.init import InitRequest, Written, init
 from finetune.start.recipe_text import scalar
@@ -66,7 +66,7 @@ def test_columns_with_telling_names_are_taken_and_told(capsys: pytest.CaptureFix
 
 
 def test_columns_that_say_nothing_need_an_option_without_a_terminal() -> None:
-    with pytest.raises(DataError, match="fit no known format: Frage, Antwort") as caught:
+    with pytest.raises(RecipeError, match="fit no known format: Frage, Antwort") as caught:
         write(data="qa.csv")
     assert "--column instruction=NAME" in caught.value.remedy
     assert not Path("recipe.yaml").exists()
@@ -114,9 +114,18 @@ def test_given_options_are_not_asked() -> None:
     assert (recipe.adapter.type, recipe.output.dir) == ("none", "out")
 
 
-def test_an_answer_that_is_no_column_is_refused() -> None:
-    with pytest.raises(RecipeError, match="no column `Fragen`"):
-        write(lambda question, default: "Fragen", data="qa.csv")
+def test_a_wrong_answer_is_asked_for_again_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """The earlier answers stay, and the first record is shown before the questions that follow it."""
+    answers = ["nowhere.csv", "qa.csv", "Fragen", "Frage", "Antwort", "./nowhere", "org/tiny-1B", "big", "cpu", "lara"]
+    left = [*answers, "lora", "runs/mine"]
+    write(lambda question, default: left.pop(0), data=None, model=None)
+    recipe = load_recipe("recipe.yaml")
+    assert not left and (recipe.model.path, recipe.output.dir) == ("org/tiny-1B", "runs/mine")
+    told = capsys.readouterr()
+    for reason in ("nowhere.csv", "no column `Fragen`", "Use one of: Frage, Antwort", "no such folder", "`lara`"):
+        assert reason in told.err, reason
+    assert "record   user: What, exactly, is 0?\n         assistant: The number 0.\n" in told.out
+    assert told.out.index("record ") < told.out.index("written ")
 
 
 @pytest.mark.parametrize(

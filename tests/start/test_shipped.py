@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import jsonschema
@@ -117,3 +119,16 @@ def test_a_folder_that_cannot_be_written_is_an_environment_problem(tmp_path: Pat
 
 def test_the_root_is_the_checkout() -> None:
     assert shipped_root() == Path(finetune.__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("name", ["i/a: #b\n.yaml", "it's\u2028.yaml", "with space.yaml", "my/recipes/q.yaml"])
+def test_the_header_names_any_path_on_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line end in the name stood raw in the comment, and the rest of the name was read as YAML."""
+    monkeypatch.chdir(tmp_path)
+    copied = copy_shipped(find_shipped("quickstart"), Path(name), force=False)
+    assert load_recipe(copied.recipe).model.path == str((tmp_path / name).parent / "quickstart/base")
+    text = copied.recipe.read_text(encoding="utf-8")
+    command = next(line for line in text.split("\n") if line.startswith("# Command: "))
+    shown = ["bash", "-c", f"printf %s {command.partition('finetune train ')[2]}"]
+    printed = subprocess.run(shown, capture_output=True, check=True, env={"LC_ALL": "C.UTF-8", "PATH": os.defpath})
+    assert printed.stdout.decode() == name

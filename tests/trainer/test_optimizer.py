@@ -72,6 +72,37 @@ def test_b_matrices_learn_faster(folder: Path, tmp_path: Path, kind: str, optimi
     assert losses(trainer)[-1] < losses(trainer)[0]
 
 
+@pytest.mark.parametrize(
+    ("model", "adapter", "others"),
+    [
+        ({}, {"dora": True}, {"lora_A", "lora_magnitude_vector"}),
+        ({}, {"modules_to_save": ["norm", "embed_tokens"]}, {"lora_A", "modules_to_save"}),
+        ({"new_tokens": ["say"]}, {}, {"lora_A", "trainable_tokens_delta"}),
+    ],
+    ids=["dora", "saved", "tokens"],
+)
+def test_only_b_matrices_learn_faster(
+    folder: Path, tmp_path: Path, model: dict[str, Any], adapter: dict[str, Any], others: set[str]
+) -> None:
+    made = recipe(folder, tmp_path / "run", weight_decay=0.1)
+    made["adapter"] |= adapter
+    made["model"] |= model
+    trainer, prepared = build(made)
+    trainer.create_optimizer()
+    names = {parameter: name for name, parameter in trainer.trained.named_parameters()}
+    seen: set[str] = set()
+    for group in trainer.optimizer.param_groups:
+        for parameter in group["params"]:
+            parts = names[parameter].split(".")
+            kind = next(kind for kind in ("lora_B", *others) if kind in parts)
+            assert group["lr"] == pytest.approx(1e-3 * (RATIO if kind == "lora_B" else 1.0)), names[parameter]
+            assert group["weight_decay"] == (0.1 if parameter.ndim > 1 else 0.0), names[parameter]
+            seen.add(kind)
+    assert seen == others | {"lora_B"}
+    in_groups = sum(p.numel() for group in trainer.optimizer.param_groups for p in group["params"])
+    assert in_groups == prepared.table.num_trainable
+
+
 def test_a_ratio_of_one_is_plain_lora(folder: Path, tmp_path: Path) -> None:
     states = []
     for ratio in (1.0, None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from finetune.run.spoken import last_question, without_control_tokens
 from finetune.trainer.callbacks.text_chart import History, draw_chart
 
 _MAX_WIDTH = 120
@@ -22,7 +22,6 @@ _MIN_CHART_WIDTH = 40
 _ROOM_ABOVE = 2
 """Lines of the terminal left to what is printed above the panel."""
 _GIB = 1024**3
-_CONTROL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>")
 
 
 class Sample(Protocol):
@@ -55,11 +54,15 @@ class View:
 
 
 def render_dashboard(view: View, *, width: int, height: int, ascii_only: bool = False) -> RenderableType:
-    """Returns a panel of at most `width` characters and `height - 2` lines; a small terminal shows less of it."""
+    """Returns a panel of at most `width` characters and `height - 2` lines; a small terminal shows less of it.
+
+    The loss goes last: in a single line it stands alone.
+    """
     width = min(width, _MAX_WIDTH)
     inner = max(10, width - 4)
-    parts: list[RenderableType] = [_progress(view)]
-    left = height - _ROOM_ABOVE - 3
+    loss = _losses(view)
+    left = height - _ROOM_ABOVE - 4
+    parts: list[RenderableType] = [loss] if left < 0 else [_progress(view), loss]
     facts = _facts_table(view, inner)
     if left >= 3:
         parts += [Text(""), facts]
@@ -68,7 +71,7 @@ def render_dashboard(view: View, *, width: int, height: int, ascii_only: bool = 
     if sample and left >= len(sample) + 1:
         parts += [Text(""), *sample]
         left -= len(sample) + 1
-    chart_lines = min(_MAX_CHART_LINES, left - 2)
+    chart_lines = min(_MAX_CHART_LINES, left - 1)
     if chart_lines >= _MIN_CHART_LINES and inner >= _MIN_CHART_WIDTH:
         chart = draw_chart(
             view.training.points,
@@ -78,7 +81,7 @@ def render_dashboard(view: View, *, width: int, height: int, ascii_only: bool = 
             last_step=view.total_steps,
             ascii_only=ascii_only,
         )
-        parts[1:1] = [Text(""), _legend(view, ascii_only=ascii_only), *chart]
+        parts[1:2] = [Text(""), _legend(view, ascii_only=ascii_only), *chart]
     title = Text(_printable(view.title), style="bold")
     return Panel(Group(*parts), title=title, title_align="left", border_style="dim", width=width)
 
@@ -129,6 +132,16 @@ def _legend(view: View, *, ascii_only: bool) -> Text:
     return text
 
 
+def _losses(view: View) -> Text:
+    """The losses without a key to a chart."""
+    loss = latest_facts(view.latest).get("loss", "-")
+    text = Text.assemble(("loss ", "dim"), (loss, "bold"), no_wrap=True, overflow="ellipsis")
+    if view.held_out.points:
+        text.append("  held out ", style="dim")
+        text.append(f"{view.held_out.last:.4f}", style="bold")
+    return text
+
+
 def _facts_table(view: View, inner: int) -> Table:
     # Columns of one width keep the panel still while the numbers change.
     facts = {name: text for name, text in latest_facts(view.latest).items() if name != "loss"}
@@ -151,7 +164,7 @@ def _facts_table(view: View, inner: int) -> Table:
 def _sample_lines(sample: Sample | None, inner: int) -> list[Text]:
     if sample is None:
         return []
-    lines = [("prompt", sample.prompt), (f"step {sample.step:,}", sample.answer)]
+    lines = [("prompt", last_question(sample.prompt)), (f"step {sample.step:,}", sample.answer)]
     if sample.reference is not None:
         lines.append(("wanted", sample.reference))
     width = max(len(name) for name, _ in lines) + 2
@@ -164,7 +177,7 @@ def _sample_lines(sample: Sample | None, inner: int) -> list[Text]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(_printable(_CONTROL_TOKEN.sub(" ", text)).split())
+    return " ".join(_printable(without_control_tokens(text)).split())
 
 
 def _printable(text: str) -> str:

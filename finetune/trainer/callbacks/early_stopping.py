@@ -18,14 +18,14 @@ class EarlyStoppingCallback(TrainerCallback):
 
     Args:
         patience: evaluations in a row.
-        min_improvement: how far a loss has to fall below the lowest before it.
+        min_improvement: how far a loss has to fall below that of the last improvement to be one; the first is one.
         past: `(step, held-out loss)` of the evaluations that a continued run has behind it, in order.
     """
 
     def __init__(self, *, patience: int, min_improvement: float = 0.0, past: Iterable[tuple[int, float]] = ()) -> None:
         self._patience = patience
         self._min_improvement = min_improvement
-        self._lowest: float | None = None
+        self._last_improvement: float | None = None
         self._step = 0
         self.num_without_improvement = 0
         for step, loss in past:
@@ -55,8 +55,8 @@ class EarlyStoppingCallback(TrainerCallback):
         if step <= self._step:  # before the first step, or a second look at the same weights
             return
         self._step = step
-        if self._lowest is None or loss < self._lowest - self._min_improvement:
-            self._lowest = loss
+        if self._last_improvement is None or loss < self._last_improvement - self._min_improvement:
+            self._last_improvement = loss
             self.num_without_improvement = 0
         else:
             self.num_without_improvement += 1

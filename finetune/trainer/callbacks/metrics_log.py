@@ -37,13 +37,14 @@ class RecordWriter(Protocol):
     def write(self, record: Mapping[str, object]) -> None: ...
 
 
-def log_kind(logs: Mapping[str, object]) -> Literal["train", "eval"] | None:
-    """Tells a training line from an evaluation line; None for others, such as the stock summary at the end."""
+def log_kind(logs: Mapping[str, object]) -> Literal["train", "eval", "scores"] | None:
+    """Tells a training line from an evaluation line, and from one of scores whose loss is on a line before it; None for
+    others, such as the stock summary at the end."""
     if "loss" in logs:
         return "train"
-    if any(key.startswith("eval_") for key in logs):
+    if "eval_loss" in logs:
         return "eval"
-    return None
+    return "scores" if any(key.startswith("eval_") for key in logs) else None
 
 
 def metrics_record(logs: Mapping[str, Any], *, step: int) -> dict[str, Any] | None:

@@ -114,7 +114,7 @@ class ProgressCallback(TrainerCallback):
         self._state = state
         kind = log_kind(logs)
         self._keep({**logs, "kind": kind}, step=state.global_step)
-        if kind == "eval":
+        if kind in ("eval", "scores"):
             self._console.print(_eval_line(logs, step=state.global_step), highlight=False)
         elif kind == "train":
             if self._live.is_on:

@@ -23,8 +23,13 @@ WINDOW = 50
 """Values that a spike is compared with."""
 FEWEST = 10
 """Values below which nothing is called a spike: the first steps of a run are unlike the rest."""
-LEVEL_WINDOW = 20
-"""Losses whose median is the level that a run has reached."""
+LEVEL_WINDOW = 50
+"""Losses of which four of five are not above the level that a run has reached. With fewer, a run on mixed data would
+now and then reach the level of its easy half by luck, and its hard half be taken for a divergence."""
+FIRST_LEVEL_WINDOW = 20
+"""The first losses, which make a level before there is a window of them."""
+FEWEST_FOR_A_LEVEL = 3
+LEVEL_QUANTILE = 0.8
 DEVIATIONS_PER_MAD = 1.4826
 """A normal spread's standard deviation over its median absolute deviation."""
 SMALLEST_SHARE = 0.05
@@ -54,8 +59,11 @@ class SpikeDetector:
 class DivergenceDetector:
     """Tells when the loss stays far above the level that the run had reached.
 
-    The level is the lowest median of `LEVEL_WINDOW` losses so far; before there are so many, the median of those there
-    are. A loss above it takes no part in it, so a diverged run cannot raise its own level.
+    The level is the lowest value that four of five losses did not exceed, of the first `FIRST_LEVEL_WINDOW` and of any
+    `LEVEL_WINDOW` in a row; before there are so many, of those there are. So it lies where the hard part of mixed data
+    lies, if that is more than a fifth of them. Losses more than the margin above the level take part in it only once a
+    lower one has come after them, so a diverged run cannot raise its own level. What climbs slowly within the first
+    `FIRST_LEVEL_WINDOW` losses raises it.
 
     Args:
         margin: nats per token above the level.
@@ -66,19 +74,25 @@ class DivergenceDetector:
         self._margin = margin
         self._num_steps = num_steps
         self._recent: deque[float] = deque(maxlen=LEVEL_WINDOW)
-        self._num_above = 0
+        self._above: list[float] = []
+        self._num_taken = 0
         self.level = math.inf
 
     def add(self, loss: float) -> bool:
         """Takes a loss; returns whether the run has diverged."""
         if loss > self.level + self._margin:
-            self._num_above += 1
-            return self._num_above >= self._num_steps
-        self._num_above = 0
-        self._recent.append(loss)
-        median = statistics.median(self._recent)
-        is_full = len(self._recent) == LEVEL_WINDOW
-        self.level = min(self.level, median) if is_full else median
+            self._above.append(loss)
+            return len(self._above) >= self._num_steps
+        taken, self._above = [*self._above, loss], []
+        self._recent.extend(taken)
+        self._num_taken += len(taken)
+        if self._num_taken < FEWEST_FOR_A_LEVEL:
+            return False
+        level = sorted(self._recent)[math.ceil(LEVEL_QUANTILE * len(self._recent)) - 1]
+        if self._num_taken <= FIRST_LEVEL_WINDOW:
+            self.level = level
+        elif self._num_taken >= LEVEL_WINDOW:
+            self.level = min(self.level, level)
         return False
 
 

@@ -16,6 +16,9 @@ class TrackerCallback(TrainerCallback):
     A tracker that cannot start ends the run, before its first step: someone asked for it. One that fails later, such as
     when a server goes away, is told of once and left out of the rest of the run.
 
+    The trainer's end of training is not passed on: the result is measured and logged after it. `close` ends the
+    tracker's session in its place, also where the run fails.
+
     Args:
         name: of the tracker.
         tracker: the callback.
@@ -28,6 +31,8 @@ class TrackerCallback(TrainerCallback):
         self._say = say
         self._has_started = False
         self._is_off = False
+        self._last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        """What the last event came with."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -37,14 +42,18 @@ class TrackerCallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._pass_on("on_log", args, state, control, **kwargs)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._pass_on("on_train_end", args, state, control, **kwargs)
+    def close(self) -> None:
+        """Ends the tracker's session, if one was begun; nothing may be logged afterwards."""
+        if self._last is not None:
+            arguments, kwargs = self._last
+            self._pass_on("on_train_end", *arguments, **kwargs)
+            self._last = None  # it holds the model
+        self._is_off = True
 
     def _pass_on(self, event: str, *arguments: Any, **kwargs: Any) -> None:
         if self._is_off:
             return
+        self._last = arguments, {key: value for key, value in kwargs.items() if key != "logs"}
         try:
             getattr(self._tracker, event)(*arguments, **kwargs)
         except Exception as error:  # a tracker may raise whatever it likes; it is told, not hidden

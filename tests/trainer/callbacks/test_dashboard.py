@@ -56,6 +56,7 @@ def test_dashboard_shows_all_parts_within_80_by_24() -> None:
         "grad norm", "12,345", "GPU now", "0.5 GiB", "peak", "2.0 GiB", "prompt", "step 50", "wanted",
     ):  # fmt: skip
         assert part in text, part
+    assert "say [2J red" in text and "user" not in text
     assert re.search("[\u2801-\u28ff]", text) and "\u25cf" in text
     assert "\x1b" not in text and "im_start" not in text
 
@@ -66,6 +67,13 @@ def test_dashboard_is_never_larger_than_its_terminal(width: int, height: int, nu
     view = full_view(num_steps) if num_steps else View("a" * 300)
     lines = picture(view, width=width, height=height)
     assert max(map(len, lines)) <= width and len(lines) <= max(3, height - 2)
+
+
+@pytest.mark.parametrize(("width", "height"), [(50, 12), (80, 8), (30, 6), (20, 5), (80, 3)])
+def test_the_loss_is_the_last_thing_to_go(width: int, height: int) -> None:
+    lines = picture(full_view(), width=width, height=height)
+    assert len(lines) <= max(3, height - 2)
+    assert "2.4000" in "\n".join(lines)
 
 
 def test_dashboard_of_an_ascii_terminal_is_ascii_inside_its_frame() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.errors import EnvironmentProblem, GateStopped
+from finetune.recipe.schema import Watch
 from finetune.trainer.callbacks.early_stopping import EarlyStoppingCallback
 from finetune.trainer.callbacks.spikes import DivergenceDetector, Limits, SpikeDetector, SpikesCallback
 from finetune.trainer.callbacks.tracker import TrackerCallback
 
-LIMITS = Limits(loss_spike=6.0, grad_norm_spike=10.0, divergence=1.5, divergence_steps=20)
+LIMITS = Limits(loss_spike=6.0, grad_norm_spike=10.0, divergence=1.0, divergence_steps=20)
 
 
 @pytest.fixture
@@ -45,9 +47,19 @@ def evaluate(callback: EarlyStoppingCallback, arguments: TrainingArguments, loss
         (1, 0.0, [3.0, 3.0], 2),
         (2, 0.0, [3.0, 1.0, 2.0, 0.9, 2.0, 1.5], 6),
         (2, 0.5, [3.0, 2.8, 2.4, 2.2, 2.0], 5),
+        (2, 0.5, [3.0, 2.8, 2.6, 2.4], 3),
+        (3, 0.5, [3.0, 2.8, 2.6, 2.4, 2.2, 2.0], None),
         (3, 0.0, [3.0, 4.0, 4.0], None),
     ],
-    ids=["falls", "equal is none", "count starts again", "too little is none", "not long enough"],
+    ids=[
+        "falls",
+        "equal is none",
+        "count starts again",
+        "too little is none",
+        "two too little",
+        "little by little",
+        "not long enough",
+    ],
 )
 def test_early_stopping_counts(
     arguments: TrainingArguments, patience: int, min_improvement: float, losses: list[float], ends: int | None
@@ -95,8 +107,46 @@ def test_falling_losses_and_equal_ones_are_no_spikes() -> None:
     ids=["stays up", "not long enough", "came back", "at the start", "creeps up", "random weights", "mixed data"],
 )
 def test_divergence(losses: list[float], is_diverged: bool) -> None:
-    detector = DivergenceDetector(1.5, 20)
+    detector = DivergenceDetector(1.0, 20)
     assert any(detector.add(loss) for loss in losses) == is_diverged
+
+
+def stopped_at(losses: Iterable[float]) -> int | None:
+    """The number of the loss, from 0, at which a run with the recipe's defaults is stopped."""
+    detector = DivergenceDetector(LIMITS.divergence or 0.0, LIMITS.divergence_steps)
+    return next((number for number, loss in enumerate(losses) if detector.add(loss)), None)
+
+
+def test_the_defaults_are_those_tested() -> None:
+    assert Limits(**Watch().model_dump()) == LIMITS
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9, 0.95])
+def test_mixed_data_at_random_never_stops_a_run(share: float) -> None:
+    """Easy and hard rows, one a step: twenty hard ones in a row are a matter of time."""
+    for seed in range(20):
+        generator = random.Random(f"{seed} {share}")
+        assert stopped_at(3.0 if generator.random() < share else 0.3 for _ in range(10_000)) is None
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.2, 0.3])
+@pytest.mark.parametrize("ramp_steps", [1, 100, 500])
+@pytest.mark.parametrize(("level", "plateau", "within"), [(2.5, 4.0, 300), (2.5, 6.5, 20), (1.2, 7.0, 20)])
+def test_a_loss_that_climbs_to_a_plateau_is_caught(
+    level: float, plateau: float, within: int, ramp_steps: int, noise: float
+) -> None:
+    for seed in range(10):
+        generator = random.Random(seed)
+        shares = (min(1.0, max(0.0, (step - 300) / ramp_steps)) for step in range(3000))
+        stop = stopped_at(generator.gauss(level + (plateau - level) * share, noise) for share in shares)
+        assert stop is not None and 300 < stop <= 300 + ramp_steps + within
+
+
+def test_hard_and_easy_rows_that_explode_together_are_caught() -> None:
+    for seed in range(20):
+        generator = random.Random(seed)
+        losses = [(3.0 if generator.random() < 0.7 else 0.3) + 5.0 * (step >= 500) for step in range(600)]
+        assert stopped_at(losses) == 519
 
 
 def log(callback: SpikesCallback, arguments: TrainingArguments, losses: list[float], *, first: int = 1) -> None:
@@ -155,3 +205,39 @@ def test_a_tracker_that_cannot_start_ends_the_run(arguments: TrainingArguments) 
     tracker = TrackerCallback("wandb", Failing(fails_at=1), say=lambda text: None)
     with pytest.raises(EnvironmentProblem, match="wandb cannot start"):
         tracker.on_log(arguments, TrainerState(), TrainerControl(), logs={"loss": 1.0})
+
+
+class Session(TrainerCallback):
+    """Notes the events of a tracker."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_train_begin(self, *arguments: Any, **kwargs: Any) -> None:
+        self.events.append("begin")
+
+    def on_log(self, *arguments: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.events.append("log")
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        assert state.global_step == 4 and kwargs == {"model": "the model"}
+        self.events.append("end")
+
+
+def test_a_tracker_ends_when_it_is_closed_and_not_with_training(arguments: TrainingArguments) -> None:
+    session = Session()
+    tracker = TrackerCallback("wandb", session, say=lambda text: None)
+    given = (arguments, TrainerState(global_step=4), TrainerControl())
+    tracker.on_train_begin(*given, model="the model")
+    tracker.on_train_end(*given, model="the model")
+    tracker.on_log(*given, model="the model", logs={"eval_loss": 1.0})
+    for _ in range(2):
+        tracker.close()
+    tracker.on_log(*given, model="the model", logs={"eval_loss": 1.0})
+    assert session.events == ["begin", "log", "end"]
+
+
+def test_a_tracker_that_was_never_begun_is_not_ended(arguments: TrainingArguments) -> None:
+    session = Session()
+    TrackerCallback("wandb", session, say=lambda text: None).close()
+    assert session.events == []

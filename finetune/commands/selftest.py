@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 def selftest(is_json: JsonOption = False) -> None:
     """Check packed attention on this machine: packed = separate on every backend, in under a minute."""
-    prepare_process(model_is_local=True)
+    prepare_process(needs_hub=False)
     import torch
 
     from finetune.selftest import SelftestResult, run_selftest

@@ -92,8 +92,8 @@ def choose_attention(
 def preference(hardware: Hardware, dtype: torch.dtype) -> tuple[BackendName, ...]:
     """Backends from the fastest on, for a device; those that it cannot have are left out by their limits.
 
-    The order on 9.0 was measured. On 12.x flash4 is not first, since its gradients of grouped queries are wrong there. In
-    fp32 only flex is faster than one call a document, and it compiles for tens of seconds.
+    The order on 9.0 was measured. On 12.x flash4 is not first, since its gradients of grouped queries are wrong there.
+    In fp32 only flex is faster than one call a document, and it compiles for tens of seconds.
     """
     if hardware.capability is None or hardware.capability < (8, 0) or dtype == torch.float32:
         return ("segments",)

@@ -16,6 +16,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from finetune.data.packed_metadata import PackedMetadata, build_packed_metadata
+from finetune.model.config import choose_device
 from finetune.optimizations.attention.backends import BACKENDS, Backend
 from finetune.optimizations.attention.feed import MetadataFeed
 from finetune.optimizations.attention.interface import register_backends
@@ -64,8 +65,16 @@ class SelftestResult:
         return asdict(self)
 
 
-def run_selftest(device: torch.device, *, say: Callable[[SelftestResult], None]) -> list[SelftestResult]:
-    """Tries every backend on every kind of model; `say` hears each result when it is there."""
+def run_selftest(*, say: Callable[[SelftestResult], None]) -> tuple[str, list[SelftestResult]]:
+    """Tries every backend on every kind of model, on the CUDA device where there is one.
+
+    Args:
+        say: hears each result when it is there.
+
+    Returns:
+        The device's name, and all results.
+    """
+    device = choose_device("auto")
     register_backends()
     transformers.logging.set_verbosity_error()  # advice about rotary settings, which tiny models need not follow
     results = []
@@ -73,7 +82,7 @@ def run_selftest(device: torch.device, *, say: Callable[[SelftestResult], None])
         for result in _results(backend, device):
             say(result)
             results.append(result)
-    return results
+    return str(device), results
 
 
 def _results(backend: Backend, device: torch.device) -> Iterator[SelftestResult]:

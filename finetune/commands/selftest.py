@@ -18,8 +18,6 @@ def register(app: typer.Typer) -> None:
 def selftest(is_json: JsonOption = False) -> None:
     """Check packed attention on this machine: packed = separate on every backend, in under a minute."""
     prepare_process(needs_hub=False)
-    import torch
-
     from finetune.selftest import SelftestResult, run_selftest
 
     console = Console(is_json=is_json)
@@ -29,13 +27,12 @@ def selftest(is_json: JsonOption = False) -> None:
         style = {"ok": "green", "wrong": "bold red", "not here": "dim"}[result.status]
         console.line(f"{mark} {result.backend:<9}{result.model:<18}{result.detail}", style=style)
 
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    results = run_selftest(device, say=say)
+    device, results = run_selftest(say=say)
     if wrong := [result for result in results if result.status == "wrong"]:
         raise GateStopped(
             f"{len(wrong)} of {len(results)} checks failed, such as {wrong[0].backend} with {wrong[0].model}: "
             f"{wrong[0].detail}",
-            place=str(device),
+            place=device,
             remedy="Set model.attention to a backend that is ok above, and please report this with the lines above.",
         )
-    console.result({"device": str(device), "results": [result.as_dict() for result in results]})
+    console.result({"device": device, "results": [result.as_dict() for result in results]})

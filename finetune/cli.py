@@ -17,22 +17,17 @@ from typing import Annotated, Protocol, runtime_checkable
 import typer
 
 import finetune
+from finetune.commands import compare, start
+from finetune.commands.options import JsonOption, OverridesArgument, RecipeArgument, complete_run
 from finetune.console import Console
 from finetune.errors import EnvironmentProblem, ExitCode, FinetuneError, Interrupted, OutOfMemory, RecipeError
-from finetune.process import prepare_process
+from finetune.process import prepare_process, require_trackers
 from finetune.recipe.load import load_recipe
 from finetune.recipe.paths import is_hub_dataset
 from finetune.recipe.schema import Recipe
 
 FAULT_EXIT_CODE = 1
 """Exit code of a fault of the program itself; no class of `errors.py` has it."""
-
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file that describes the run.")]
-OverridesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Values laid over the recipe: training.learning_rate=1e-4"),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, the rest on stderr.")]
 
 app = typer.Typer(
     name="finetune",
@@ -84,13 +79,15 @@ def train(
     overrides: OverridesArgument = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop before the weights, after the data checks.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print lines, also on a terminal.")] = False,
     is_json: JsonOption = False,
 ) -> None:
     """Train as the recipe says: from data and weights to a run folder."""
     started = time.perf_counter()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does, with its report
-    console = Console(is_json=is_json)
+    console = Console(is_json=is_json, is_plain=plain)
     loaded = _load(recipe, overrides)
+    require_trackers(loaded.output.trackers)
     try:
         try:
             from finetune.train import train as run_training
@@ -126,6 +123,33 @@ def preview(
     except KeyboardInterrupt as stop:  # Typer would turn this into a bare exit
         raise Interrupted("stopped", remedy="Give the command again.") from stop
     console.result(shown.as_dict())
+
+
+@app.command()
+def report(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of the run, whatever its status.", autocompletion=complete_run)
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write the page to FILE, its picture beside it.")
+    ] = None,
+    is_json: JsonOption = False,
+) -> None:
+    """Make a run's page and picture again, also while it trains. Reads only; needs no model."""
+    from finetune.run.remake import remake_report
+
+    console = Console(is_json=is_json)
+    try:
+        made = remake_report(run, output=output)
+    except ModuleNotFoundError as error:
+        raise _missing_package(error) from error
+    for line in made.lines():
+        console.line(line)
+    console.result(made.as_dict())
+
+
+compare.register(app)
+start.register(app)
 
 
 def _load(recipe: str, overrides: list[str] | None) -> Recipe:

@@ -1,8 +1,11 @@
 """What the user reads: plain lines, tables and errors.
 
 Text goes to stdout, or to stderr under `--json`, where stdout holds one JSON object and nothing else. Warnings and
-errors always go to stderr. Colour appears on a terminal only, and never under `NO_COLOR`. Nothing is cut, wrapped or
-read as markup, so that paths and messages can be copied and searched for.
+errors always go to stderr. Colour appears on a terminal only, and never under `NO_COLOR`. Nothing is cut or read
+as markup, and only what holds no path is wrapped (`prose`), so that paths and messages can be copied and searched for.
+
+On a terminal that shows both streams, warnings go out through the stream of people's text, so that a live view at the
+bottom of the screen stays below them.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 import rich.console
 from rich.cells import cell_len
 from rich.text import Text
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, Interrupted
 
 Cell = str | int | float
 Say = Callable[[str], None]
@@ -39,10 +43,12 @@ class Console:
 
     Args:
         is_json: people's text goes to stderr, and `result` may be called once.
+        is_plain: no live view, also on a terminal.
     """
 
-    def __init__(self, *, is_json: bool = False) -> None:
+    def __init__(self, *, is_json: bool = False, is_plain: bool = False) -> None:
         self.is_json = is_json
+        self._is_plain = is_plain
         self._error_stream = _rich_console(is_stderr=True)
         self._stream = self._error_stream if is_json else _rich_console(is_stderr=False)
 
@@ -52,6 +58,15 @@ class Console:
         return self._stream.is_terminal
 
     @property
+    def can_redraw(self) -> bool:
+        """Says whether a live view may be drawn: on a real terminal, unless lines were asked for.
+
+        `TERM=dumb` cannot move its cursor, and who sets `NO_COLOR` or asks for `--json` reads lines.
+        """
+        is_terminal = self._stream.is_interactive and self._stream.file.isatty()
+        return is_terminal and not (self._is_plain or self.is_json or os.environ.get("NO_COLOR"))
+
+    @property
     def rich(self) -> rich.console.Console:
         """The stream of people's text, for a live view."""
         return self._stream
@@ -59,6 +74,24 @@ class Console:
     def line(self, text: str = "", *, style: str = "") -> None:
         """Prints text as it is."""
         _print(self._stream, Text(visible(text), style=style))
+
+    def prose(self, text: str, *, indent: int = 8) -> None:
+        """Prints text, on a terminal with its lines broken between words, those that follow `indent` columns in."""
+        for line in self._broken(text, indent):
+            self.line(line)
+
+    def _broken(self, text: str, indent: int) -> list[str]:
+        if not self._stream.is_terminal or self._width() <= 2 * indent:
+            return [text]
+        return textwrap.wrap(
+            text,
+            self._width(),
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            drop_whitespace=True,
+        ) or [""]
 
     @property
     def has_color(self) -> bool:
@@ -75,12 +108,22 @@ class Console:
 
     def warning(self, text: str) -> None:
         """Prints something that the user may want to change."""
-        _print(self._error_stream, Text.assemble(("warning: ", "bold yellow"), visible(text)))
+        both_on_screen = self._stream.is_terminal and self._error_stream.is_terminal
+        stream = self._stream if both_on_screen else self._error_stream
+        _print(stream, Text.assemble(("warning: ", "bold yellow"), visible(text)))
 
     def error(self, error: FinetuneError) -> None:
-        """Prints an error: place and message, then the remedy; several remedies one a line, each behind a dash."""
-        head = f"{error.place}: {error.message}" if error.place else error.message
-        _print(self._error_stream, Text.assemble(("error: ", "bold red"), visible(head)))
+        """Prints an error: place and message, then the remedy; several remedies one a line, each behind a dash.
+
+        What the user stopped is no error, and is told as `stopped: `, with the place behind the message.
+        """
+        if isinstance(error, Interrupted):
+            said = error.message.removeprefix("stopped").strip() or "as you asked"
+            place = f" ({error.place})" if error.place else ""
+            _print(self._error_stream, Text.assemble(("stopped: ", "bold yellow"), visible(said + place)))
+        else:
+            head = f"{error.place}: {error.message}" if error.place else error.message
+            _print(self._error_stream, Text.assemble(("error: ", "bold red"), visible(head)))
         remedies = error.remedy.split("\n")
         shown = error.remedy if len(remedies) == 1 else "".join(f"\n  - {remedy}" for remedy in remedies)
         _print(self._error_stream, Text.assemble(("remedy:", "bold green"), " " * (len(remedies) == 1), visible(shown)))

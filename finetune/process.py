@@ -1,10 +1,15 @@
-"""What libraries read while they are imported: environment variables and filters, set before the first heavy import."""
+"""What is settled before the first heavy import: variables and filters that libraries read, and packages that are
+asked for by name."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import warnings
+from collections.abc import Sequence
+
+from finetune.errors import EnvironmentProblem
 
 
 def prepare_process(*, needs_hub: bool) -> None:
@@ -26,3 +31,20 @@ def prepare_process(*, needs_hub: bool) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     if not needs_hub:
         os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Checks that the packages of these trackers are installed, without importing them.
+
+    Raises:
+        EnvironmentProblem: one is not.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise EnvironmentProblem(
+            f"the recipe names {', '.join(missing)}, which is not installed"
+            if len(missing) == 1
+            else f"the recipe names {', '.join(missing)}, which are not installed",
+            place="output.trackers",
+            remedy=f"Run `pip install {' '.join(missing)}`, or remove the name from output.trackers.",
+        )

@@ -18,10 +18,17 @@ from finetune.trainer.build import build_model, build_trainer
 from finetune.trainer.checks import check_weights_are_finite
 from finetune.trainer.evaluation import Evaluator
 from finetune.trainer.prepare import prepare
-from finetune.trainer.summary import closing_report, save_result, show_plan, show_result, show_start
+from finetune.trainer.result import Results
+from finetune.trainer.summary import closing_report, folder_in_place, note_report, show_plan, show_result, show_start
 from finetune.trainer.watch import watch
 
-MAY_DIFFER_ON_RESUME = ("output.save_every_steps", "output.keep_checkpoints", "output.log_every_steps")
+MAY_DIFFER_ON_RESUME = (
+    "output.save_every_steps",
+    "output.keep_checkpoints",
+    "output.log_every_steps",
+    "output.trackers",
+    "training.watch",
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ def train(
         recipe = _as_begun(recipe, open_run_folder(folder))
 
     # Everything that can be wrong without weights: config, targets, labels, lengths, disk.
-    prepared = prepare(recipe, say=console.line)
+    prepared = prepare(recipe, say=console.line, warn=console.warning)
     show_plan(console, prepared)
     if dry_run:
         console.line(f"dry run: nothing wrong was found; the run would write into {folder}", style="bold")
@@ -76,24 +83,28 @@ def train(
     run.require_same_data(prepared.data_digest(), date=prepared.dataset.date, hub_commits=prepared.dataset.hub_commits)
 
     # From here on the run writes; whatever happens below, its report says so.
-    with run.lock(), closing_report(run, recipe, prepared, started=started) as ending:
+    with run.lock(), folder_in_place(run), closing_report(run, recipe, prepared, started=started) as ending:
         checkpoint = run.latest_checkpoint() if resume else None
         model = build_model(recipe, prepared, say=console.warning, ending=ending)
         with watch(run, recipe, checkpoint, console=console) as watchers:
             trainer = build_trainer(recipe, prepared, model=model, run=run, callbacks=watchers.callbacks)
-            evaluator = Evaluator(recipe, prepared, trainer, run)
+            trainer.say = console.warning
+            evaluator = Evaluator(recipe, prepared, trainer, run, say=console.line)
+            results = Results(prepared, trainer, run, stop_ids=evaluator.stop_ids)
+            # The best weights are kept before an answer could fail.
+            watchers.after_evaluations(trainer, results.offer, evaluator.sample)
             ending.before = evaluator.before(checkpoint)
+            note_report(run, recipe, prepared, ending)
             watchers.raise_if_interrupted(trainer)
             show_start(console, prepared, checkpoint)
-            trainer.train_from(checkpoint)
+            trainer.train_from(checkpoint, is_over=watchers.is_over)
             ending.note_training(trainer.meter, first_step_at=watchers.first_step.finished_at)
             watchers.raise_if_interrupted(trainer)
+            ending.stopped_early = watchers.early_stop(trainer)
             # The result is saved once it is known to be sound, and before a score could fail.
             ending.checks.append(check_weights_are_finite(trainer.trained))
-            evaluator.require_finite_loss()
-            with trainer.config_as_loaded():
-                ending.artifacts = save_result(run, trainer.trained, prepared.tokenizer, stop_ids=evaluator.stop_ids)
-            ending.after = evaluator.measure()
+            ending.result = results.finish(evaluator.last_loss())
+            ending.after = evaluator.measure_result(ending)
             ending.timings["evaluation_seconds"] = evaluator.seconds
     show_result(console, run, ending.report)
     return TrainOutcome(ending.status, str(run.path), prepared.plan_dict(), ending.report)

@@ -89,10 +89,23 @@ def test_nothing_heavy_is_imported(recipe_file: Path) -> None:
     code = (
         "import sys, finetune.cli, finetune.recipe.load as load, finetune.recipe.reference as reference\n"
         "load.load_recipe('r.yaml'); reference.render_reference()\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+        "code = finetune.cli.main(['recipes', 'list', '--json']) or finetune.cli.main(['runs', '--json'])\n"
+        f"print(code, [name for name in {HEAVY!r} if name in sys.modules])"
     )
     result = run_fresh("-c", code, cwd=recipe_file.parent)
-    assert result.stdout == "[]\n", result.stderr
+    assert result.stdout.splitlines()[-1] == "0 []", result.stderr
+
+
+def test_init_loads_no_torch(recipe_file: Path) -> None:
+    """It uses the data layer, which needs numpy, and nothing heavier."""
+    (recipe_file.parent / "a.csv").write_text("question,answer\n" + "a,b\n" * 20)
+    code = (
+        "import sys, finetune.cli\n"
+        "code = finetune.cli.main(['init', 'a.csv', '--model', 'org/tiny', '--card', 'cpu', '--json'])\n"
+        f"print(code, [name for name in {HEAVY!r} if name in sys.modules and name != 'numpy'])"
+    )
+    result = run_fresh("-c", code, cwd=recipe_file.parent)
+    assert result.stdout.splitlines()[-1] == "0 []", result.stderr
 
 
 def test_wrong_recipe_exits_2_at_once(recipe_file: Path) -> None:
@@ -216,7 +229,10 @@ def test_typed_errors_have_their_exit_codes(
     captured = capsys.readouterr()
     assert json.loads(captured.out) == error.as_dict()
     place = f"{error.place}: " if error.place else ""
-    assert captured.err == f"error: {place}{error.message}\nremedy: {error.remedy}\n"
+    head = f"error: {place}{error.message}"
+    if isinstance(error, Interrupted):  # what one asks for is no error
+        head = "stopped: at step 3"
+    assert captured.err == f"{head}\nremedy: {error.remedy}\n"
 
 
 TORCH_OOM = type("OutOfMemoryError", (RuntimeError,), {"__module__": "torch"})

@@ -62,3 +62,17 @@ def test_plural() -> None:
     assert plural(1, "row") == "1 row"
     assert [plural(count, "sample") for count in (0, 1, 1234)] == ["0 samples", "1 sample", "1,234 samples"]
     assert plural(2, "micro-batch") == "2 micro-batches"
+
+
+def test_prose_breaks_between_words_on_a_terminal_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "steps   " + "several words " * 9 + "a/path/that/stays/whole"
+    Console().prose(text)
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    Console().prose(text)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 50 and all(line.startswith(" " * 8) for line in lines[1:])
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())

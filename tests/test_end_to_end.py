@@ -49,7 +49,7 @@ def test_a_run_folder_is_whole(parts: Path, tmp_path: Path, capsys: pytest.Captu
     assert outcome["run_dir"] == str(run)
     report = json.loads((run / "report.json").read_text())
     assert report["scores"]["exact_match"]["rows"] == 6
-    assert report["samples"][0].keys() == {"prompt", "reference", "before", "after"}
+    assert report["samples"][0].keys() == {"prompt", "reference", "before", "after", "steps"}
     assert report["checks"][0]["ok"] is True
     assert report["plan"]["total_steps"] == 4
     assert "<html" in (run / "report.html").read_text()

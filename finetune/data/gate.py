@@ -238,8 +238,13 @@ class GateReport:
         return {"status": "warning" if self.warnings else "ok", "checks": [asdict(check) for check in self.checks]}
 
     def check_dicts(self) -> list[dict[str, Any]]:
-        """Returns the checks as a run's report lists them; a fault would have stopped the run, so all hold."""
+        """Returns the checks as a run's report lists them: `ok` is false where one warns."""
         return [
-            {"name": f"data: {check.name}", "ok": True, "detail": check.line().partition(": ")[2]}
+            {
+                "name": f"data: {check.name}",
+                "ok": check.status == "ok",
+                "status": check.status,
+                "detail": check.line().partition(": ")[2],
+            }
             for check in self.checks
         ]

@@ -227,7 +227,12 @@ def _origins(group: dict[str, Any]) -> tuple[Origin, ...]:
 
 
 def _places(origins: Sequence[Origin], count: int) -> str:
-    return ", ".join(map(str, origins)) + (", ..." if count > len(origins) else "")
+    """Returns places as one text; a file that was just named is not named again."""
+    texts = []
+    for index, origin in enumerate(origins):
+        is_same = index > 0 and origins[index - 1].path == origin.path
+        texts.append(str(origin).removeprefix(origin.path).lstrip(": ") if is_same else str(origin))
+    return ", ".join(texts) + (", ..." if count > len(origins) else "")
 
 
 def _source_line(source: SourceCount) -> str:

@@ -1,10 +1,13 @@
-"""The prompts of held-out samples with their answers: read again from their records once, then kept in the cache."""
+"""Prompts for generation: those of held-out samples with their answers, read again from their records once and then
+kept in the cache, and a user's own."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +17,7 @@ from finetune.data.entry import Say, read_attachment, write_attachment
 from finetune.data.prepared import PreparedSources
 from finetune.data.reading import open_source
 from finetune.data.store import SampleStore
-from finetune.data.types import Origin, PromptReference
+from finetune.data.types import Conversation, Message, Origin, PromptReference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +53,32 @@ def read_references(
         values = [_to_json(reference, held_out.paths) for reference in references]
         write_attachment(prepared.key, name, values, say=say)
     return references
+
+
+def render_prompts(
+    prompts: Sequence[str], *, tokenizer: PreTrainedTokenizerBase, date: datetime.date | None
+) -> list[PromptReference]:
+    """Returns each text as the prompt that training would see of it: a user's message before an answer, or, where the
+    tokenizer has no chat template, a prompt to be completed. Their `reference` is empty.
+
+    Raises:
+        DataError: a prompt cannot be rendered; the place is its number in `evaluation.prompts`.
+    """
+    if not prompts:
+        return []
+    renderer = Renderer(tokenizer, date=date)
+    rendered: list[PromptReference] = []
+    for number, text in enumerate(prompts, start=1):
+        origin = Origin("evaluation.prompts", number)
+        if tokenizer.chat_template is None:
+            conversation = Conversation(kind="completion", origin=origin, text=text, completion="answer")
+        else:
+            messages = (Message("user", text), Message("assistant", "answer"))
+            conversation = Conversation(kind="chat", origin=origin, messages=messages)
+        prompt = renderer.prompt_reference(conversation)
+        assert prompt is not None  # only text and tool calls have none
+        rendered.append(replace(prompt, prompt=text, reference=""))
+    return rendered
 
 
 def _read(wanted: list[Origin], prepared: PreparedSources, renderer: Renderer) -> list[PromptReference]:

@@ -78,8 +78,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, date: datetime.date | None = None) -> None:
         self._tokenizer = tokenizer
-        owner = f"that of {tokenizer.name_or_path}" if tokenizer.name_or_path else "the tokenizer's"
-        self._name = f"the chat template (of `model.chat_template` where the recipe names one, else {owner})"
+        self._name = f"the chat template of {tokenizer.name_or_path}" if tokenizer.name_or_path else "the chat template"
         template = str(tokenizer.chat_template)
         self._variables: dict[str, Any] = {}
         if date is not None and "date_string" in template:

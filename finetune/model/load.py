@@ -11,7 +11,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from finetune.errors import EnvironmentProblem, RecipeError
 from finetune.model.config import ModelPlan
-from finetune.model.quantize import build_random_nf4, keep_training_layout, nf4_config
+from finetune.model.quantize import build_random_quantized, keep_training_layout, quantization_config
 from finetune.recipe.schema import ModelSection
 
 
@@ -77,8 +77,8 @@ def load_model(plan: ModelPlan, *, seed: int, say: Callable[[str], None] = print
 
 
 def _draw(plan: ModelPlan) -> PreTrainedModel:
-    if plan.section.quantization == "nf4":
-        return build_random_nf4(plan)
+    if plan.section.quantization != "none":
+        return build_random_quantized(plan)
     with plan.device:
         return AutoModelForCausalLM.from_config(plan.config, dtype=plan.dtype, attn_implementation=plan.attention)
 
@@ -87,9 +87,9 @@ def _quantization(plan: ModelPlan) -> object | None:
     stored = getattr(plan.config, "quantization_config", None) or {}
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     if method == "mxfp4":
-        if plan.section.quantization == "nf4":
+        if plan.section.quantization != "none":
             raise RecipeError(
-                "model.quantization is nf4, but the weights are stored as mxfp4",
+                f"model.quantization is {plan.section.quantization}, but the weights are stored as mxfp4",
                 place="model.quantization",
                 remedy="Set model.quantization=none: the experts are unpacked to 16 bits while loading.",
             )
@@ -100,7 +100,7 @@ def _quantization(plan: ModelPlan) -> object | None:
             place=f"model.path: {plan.section.path}",
             remedy="Use the model's 16-bit release and set model.quantization=nf4 to train it in 4 bits.",
         )
-    return nf4_config(plan.dtype) if plan.section.quantization == "nf4" else None
+    return quantization_config(plan) if plan.section.quantization != "none" else None
 
 
 def _require_complete(section: ModelSection, info: dict) -> None:

@@ -1,4 +1,4 @@
-"""NF4: frozen linear layers in 4 bits, loaded from 16-bit weights or drawn at random.
+"""NF4 and int8: frozen linear layers in 4 or 8 bits, loaded from 16-bit weights or drawn at random.
 
 bitsandbytes quantizes `nn.Linear` only: an MoE's fused expert weights keep their 16 bits. `unquantized_bytes` says how
 much that is, so that it is never a surprise.
@@ -6,10 +6,12 @@ much that is, so that it is never a surprise.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
-from bitsandbytes.nn.modules import Linear4bit, Params4bit
+from bitsandbytes.functional import int8_vectorwise_quant
+from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -17,30 +19,38 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from finetune.model.config import ModelPlan
 
 
-def nf4_config(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Returns the quantization of QLoRA: NF4 blocks of 64 with their scales quantized once more (Dettmers et al.,
-    "QLoRA", 2023), products in `dtype`."""
+def quantization_config(plan: ModelPlan) -> BitsAndBytesConfig:
+    """Returns the quantization of the recipe.
+
+    `nf4`: blocks of 64 with their scales quantized once more (Dettmers et al., "QLoRA", 2023), products in the plan's
+    number format. `int8`: one scale a row, products of 8-bit inputs, columns with inputs beyond 6.0 in fp16 (Dettmers
+    et al., "LLM.int8()", 2022).
+    """
+    if plan.section.quantization == "int8":
+        # bitsandbytes says at every product that inputs not in fp16 are cast to it, which is part of LLM.int8.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+        return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_compute_dtype=plan.dtype,
     )
 
 
-def build_random_nf4(plan: ModelPlan) -> PreTrainedModel:
-    """Draws an NF4 model on its device, one module at a time, so that the 16-bit weights never all exist.
+def build_random_quantized(plan: ModelPlan) -> PreTrainedModel:
+    """Draws a quantized model on its device, one module at a time, so that the 16-bit weights never all exist.
 
     The values come from torch's global generator; seed it before. Standard deviations are the config's.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(plan.config, dtype=plan.dtype, attn_implementation=plan.attention)
-    quantizer = AutoHfQuantizer.from_config(nf4_config(plan.dtype))
+    quantizer = AutoHfQuantizer.from_config(quantization_config(plan))
     quantizer.preprocess_model(model=model, device_map={"": plan.device})
     deviation = getattr(plan.config, "initializer_range", None) or 0.02
     for module in model.modules():
-        if isinstance(module, Linear4bit):
-            _materialize_nf4(module, deviation, plan)
+        if isinstance(module, Linear4bit | Linear8bitLt):
+            _materialize(module, deviation, plan)
         elif _holds_meta_tensors(module):
             module.to_empty(device=plan.device, recurse=False)
             model._init_weights(module)
@@ -64,18 +74,22 @@ def keep_training_layout(model: nn.Module) -> None:
 
 
 def unquantized_bytes(model: nn.Module) -> int:
-    """Bytes of the expert weights (one tensor `[experts, ., .]` for a layer) that NF4 leaves as they are."""
+    """Bytes of the expert weights (one tensor `[experts, ., .]` for a layer) that quantization leaves as they are."""
     experts = (p for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name.split("."))
     return sum(p.numel() * p.element_size() for p in experts if p.is_floating_point())
 
 
-def _materialize_nf4(module: Linear4bit, deviation: float, plan: ModelPlan) -> None:
+def _materialize(module: Linear4bit | Linear8bitLt, deviation: float, plan: ModelPlan) -> None:
     shape = (module.out_features, module.in_features)
     values = torch.empty(shape, dtype=plan.dtype, device=plan.device).normal_(std=deviation)
-    # Params4bit is made by `__new__`, whose arguments the checker does not see.
-    make: Any = Params4bit
-    weight = make(values, requires_grad=False, quant_type="nf4", compress_statistics=True, module=module)
-    module.weight = weight.to(plan.device)
+    # Both kinds of weights are made by `__new__`, whose arguments the checker does not see.
+    make: Any = Params4bit if isinstance(module, Linear4bit) else Int8Params
+    if isinstance(module, Linear4bit):
+        weight = make(values, requires_grad=False, quant_type="nf4", compress_statistics=True, module=module)
+        module.weight = weight.to(plan.device)
+    else:
+        quantized, scales, _ = int8_vectorwise_quant(values.half())
+        module.weight = make(quantized, requires_grad=False, has_fp16_weights=False, CB=quantized, SCB=scales)
     if module.bias is not None:
         module.bias = nn.Parameter(torch.zeros(module.out_features, dtype=plan.dtype, device=plan.device))
 

@@ -8,18 +8,18 @@ from jinja2 import TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.errors import EnvironmentProblem, RecipeError
 from finetune.recipe.schema import ModelSection
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """Loads the model's tokenizer, with the recipe's chat template where it names one.
+    """Loads the model's tokenizer, with the recipe's chat template and new tokens where it names some.
 
     Raises:
         EnvironmentProblem: the folder or hub id has no tokenizer, or one whose chat template is no Jinja.
-        RecipeError: the chat template's file cannot be read, or is no Jinja.
+        RecipeError: the chat template's file cannot be read, or is no Jinja; or a new token is a token already.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(section.path, revision=section.revision)
@@ -33,7 +33,23 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         tokenizer.chat_template = _read_template(Path(section.chat_template))
     else:
         _require_jinja(tokenizer.chat_template, place=f"model.path: {section.path}")
+    _add_tokens(tokenizer, section)
     return tokenizer
+
+
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, section: ModelSection) -> None:
+    """Adds the recipe's new tokens, matched as they are written, without space stripped around them."""
+    known = tokenizer.get_vocab()
+    for key, is_special in (("new_tokens", False), ("new_special_tokens", True)):
+        texts = getattr(section, key)
+        if there := [text for text in texts if text in known]:
+            raise RecipeError(
+                f"{', '.join(f'`{text}` (id {known[text]})' for text in there)}: a token of this tokenizer already",
+                place=f"model.{key}",
+                remedy=f"Remove it from model.{key}. Its row is there, and is trained in full fine-tuning, or through "
+                "adapter.modules_to_save=[embed_tokens, lm_head].",
+            )
+        tokenizer.add_tokens([AddedToken(text, normalized=False, special=is_special) for text in texts])
 
 
 def _require_jinja(templates: str | dict[str, str] | None, *, place: str) -> None:
@@ -59,21 +75,13 @@ class _Generation(Extension):
 
 
 def _syntax_error(template: str) -> TemplateSyntaxError | None:
-    """Returns what keeps a template from being Jinja, filters and tests that there are not included.
-
-    It is parsed only: compiling would run its constants.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    """Returns what keeps a template from being Jinja. It is parsed only: compiling would run its constants."""
     try:
-        parsed = environment.parse(template)
+        ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        ).parse(template)
     except TemplateSyntaxError as error:
         return error
-    for kind, word, known in ((nodes.Filter, "filter", environment.filters), (nodes.Test, "test", environment.tests)):
-        for node in parsed.find_all(kind):
-            if node.name not in known:
-                return TemplateSyntaxError(f"no {word} named {node.name!r}", node.lineno)
     return None
 
 

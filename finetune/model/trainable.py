@@ -35,6 +35,8 @@ class TrainableTable:
     num_trainable: int
     num_total: int
     trainable_bytes: int
+    saved_bytes: int
+    """Bytes of the trained weights in a file: PEFT writes a tied embedding at both of its ends."""
 
     @property
     def num_frozen(self) -> int:
@@ -54,14 +56,15 @@ class TrainableTable:
     @property
     def checkpoint_bytes(self) -> int:
         """Upper bound of one checkpoint: the trained weights and their optimizer state."""
-        return self.trainable_bytes + ADAM_STATE_BYTES * self.num_trainable
+        return self.saved_bytes + ADAM_STATE_BYTES * self.num_trainable
 
 
 def trainable_table(model: nn.Module) -> TrainableTable:
     """Groups the parameters that require gradients. Quantized weights count as what they stand for."""
     tensors: dict[tuple[str, str], list[int]] = {}
     trainable = total = num_bytes = 0
-    for name, parameter in model.named_parameters():
+    unique = dict(model.named_parameters())
+    for name, parameter in unique.items():
         state = getattr(parameter, "quant_state", None)
         total += state.shape.numel() if state is not None else parameter.numel()
         if not parameter.requires_grad:
@@ -71,10 +74,16 @@ def trainable_table(model: nn.Module) -> TrainableTable:
         trainable += parameter.numel()
         num_bytes += parameter.numel() * parameter.element_size()
     groups = tuple(TrainableGroup(name, len(sizes), sum(sizes), dtype) for (name, dtype), sizes in tensors.items())
-    return TrainableTable(groups, trainable, total, num_bytes)
+    twice = sum(
+        parameter.numel() * parameter.element_size()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and name not in unique and ".modules_to_save." in name
+    )
+    return TrainableTable(groups, trainable, total, num_bytes, num_bytes + twice)
 
 
 def layer_pattern(name: str) -> str:
     """Returns a tensor's name with `*` for its layer and without PEFT's wrapping: `model.layers.*.mlp.up_proj`."""
     plain = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".default", "")
+    plain = plain.replace(".modules_to_save", "").replace(".token_adapter.trainable_tokens_delta", " (new tokens)")
     return LAYER_INDEX.sub(".*", plain)

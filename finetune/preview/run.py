@@ -14,7 +14,7 @@ from finetune.preview.page import render_preview
 from finetune.preview.text import show_preview
 from finetune.recipe.schema import Recipe
 from finetune.run.atomic import write_text
-from finetune.run.page import PAGE_START
+from finetune.run.page import require_page_name
 
 
 def preview(recipe: Recipe, *, console: Console, num_rows: int, html: Path | None = None) -> Preview:
@@ -22,18 +22,15 @@ def preview(recipe: Recipe, *, console: Console, num_rows: int, html: Path | Non
 
     Raises:
         DataError: the gate found a fault; nothing is shown but it.
+        RecipeError: `html` names something that is no page of ours.
         EnvironmentProblem: the tokenizer cannot be read, or the page cannot be written.
     """
     if html is not None and not html.absolute().parent.is_dir():
         raise EnvironmentProblem(
             "the folder of the page does not exist", place=str(html), remedy="Make the folder, or name another file."
         )
-    if html is not None and html.exists() and not _is_page(html):
-        raise EnvironmentProblem(
-            "the file exists and is no page of `finetune preview`; it will not be replaced",
-            place=str(html),
-            remedy="Name another file.",
-        )
+    if html is not None:
+        require_page_name(html)
     tokenizer = load_tokenizer(recipe.model)
     dataset = build_dataset(recipe.data, tokenizer=tokenizer, seed=recipe.training.seed, say=console.line)
     limit = known_position_limit(recipe.model)
@@ -48,11 +45,3 @@ def preview(recipe: Recipe, *, console: Console, num_rows: int, html: Path | Non
             ) from error
         console.line(f"page    {html}")
     return shown
-
-
-def _is_page(path: Path) -> bool:
-    """Says whether a file is a page of an earlier preview, which a new one may replace."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as stream:
-        return stream.read(len(PAGE_START)) == PAGE_START

@@ -107,7 +107,11 @@ def _literal_names(option: Annotation) -> tuple[str, ...]:
 def _phrase(option: Annotation) -> str:
     if get_origin(option) is list:
         item = get_args(option)[0]
-        return f"a list of mappings ({_keys(item)})" if _is_section(item) else "a list of text"
+        if _is_section(item):
+            return f"a list of mappings ({_keys(item)})"
+        if names := [f"`{name}`" for name in _literal_names(item)]:
+            return f"a list of {choices(names)}"
+        return "a list of whole numbers" if item is int else "a list of text"
     if _is_section(option):
         kinds = choices([f"`{name}`" for name in type_names(option)])
         return f"a mapping of type {kinds}" if kinds else f"a mapping ({_keys(option)})"

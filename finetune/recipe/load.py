@@ -1,6 +1,7 @@
 """Recipe files to a `Recipe`, and back.
 
     file -> YAML nodes with places -> laid over what it extends -> overrides -> absolute input paths -> `Recipe`
+    with the settings of the adapter that it continues
 
 Everything that can be wrong is a `RecipeError` that names file, line and column and what to change.
 """

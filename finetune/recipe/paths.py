@@ -87,6 +87,7 @@ def _metric(text: str, folder: Path) -> str:
 PATHS: dict[str, Callable[[str, Path], str]] = {
     "model.path": _model,
     "model.chat_template": absolute,
+    "adapter.continue_from": absolute,
     "data.train.*.path": _source,
     "data.eval.*.path": _source,
     "evaluation.metrics.*": _metric,

@@ -37,8 +37,10 @@ column.
   data.train.0.path=other.jsonl data.eval=null`. The value is YAML; a number in the key is an item of a list, from 0.
 - **Input paths** are relative to the file that names them, in an override to the current folder; `~` is the home
   folder. `output.dir` is relative to the current folder. Environment variables are not expanded.
-- **Editors** read `docs/recipe.schema.json`: put `# yaml-language-server: $schema=../docs/recipe.schema.json` in the
-  first line. That schema lets required keys be absent, since `extends` may supply them; `finetune train` does not.
+- **Editors** read the JSON Schema that the first line names, `# yaml-language-server: $schema=recipe.schema.json`;
+  `finetune schema --output recipe.schema.json` writes it, as `finetune init` and `finetune recipes copy` do
+  ([editors.md](editors.md)). It lets required keys be absent, since `extends` may supply them; `finetune train`
+  does not.
 """
 
 
@@ -87,7 +89,8 @@ def _row(name: str, info: FieldInfo) -> str:
 
 
 def _default(info: FieldInfo) -> str:
-    return f"`{json.dumps(info.get_default(call_default_factory=True))}`".replace('"', "")
+    value = info.get_default(call_default_factory=True)
+    return "its own" if isinstance(value, Section) else f"`{json.dumps(value)}`".replace('"', "")
 
 
 def _section_text(info: FieldInfo) -> str:

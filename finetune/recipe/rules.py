@@ -1,40 +1,15 @@
-"""Rules that span several keys, or that a type cannot say.
+"""Rules that span several keys, or that a type cannot say: all of them, in the order in which they are told.
 
-Each rule takes a valid recipe and returns what it found wrong, or None. It never changes a value.
+Each rule takes a valid recipe and returns what it found wrong, or None. It never changes a value. They stand in
+`model_rules.py`, `data_rules.py` and `run_rules.py`.
 """
 
 from __future__ import annotations
 
-import datetime
-import difflib
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-
-from finetune.recipe.locate import Plain
-from finetune.recipe.paths import can_be_path, is_hub_dataset, is_hub_id
-from finetune.recipe.schema import EvaluationSection, LoraAdapter, NoAdapter, Recipe
-
-METRICS = ("exact_match",)
-"""Metrics that need no file."""
-TAKEN_METRIC_NAMES = frozenset({"loss", "tokens", "seconds"})
-"""Names under which the held-out loss and its counts are recorded."""
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A broken rule."""
-
-    keys: tuple[str, ...]
-    """The key that is wrong, then others that take part; the first one written in a file gives the place."""
-    found: Plain
-    allowed: str
-    reason: str
-    remedy: str
-
-
-Rule = Callable[[Recipe], Violation | None]
+from finetune.recipe import data_rules, model_rules, run_rules
+from finetune.recipe.paths import can_be_path
+from finetune.recipe.schema import Recipe
+from finetune.recipe.violation import Rule, Violation
 
 
 def check(recipe: Recipe) -> list[Violation]:
@@ -67,277 +42,28 @@ def paths_are_possible(recipe: Recipe) -> Violation | None:
     return None
 
 
-def quantized_weights_need_an_adapter(recipe: Recipe) -> Violation | None:
-    """Weights in 4 bits cannot be trained themselves."""
-    if recipe.model.quantization == "none" or isinstance(recipe.adapter, LoraAdapter):
-        return None
-    return Violation(
-        keys=("model.quantization", "adapter.type"),
-        found=recipe.model.quantization,
-        allowed="`none` with `adapter.type: none`",
-        reason="weights held in 4 bits are frozen and would leave nothing to train",
-        remedy="Set `adapter.type: lora`, or `model.quantization: none`.",
-    )
-
-
-def full_fine_tuning_in_fp16_is_refused(recipe: Recipe) -> Violation | None:
-    """Weights in fp16 lose small updates and overflow; adapters are kept in fp32."""
-    if recipe.model.dtype != "fp16" or not isinstance(recipe.adapter, NoAdapter):
-        return None
-    return Violation(
-        keys=("model.dtype", "adapter.type"),
-        found=recipe.model.dtype,
-        allowed="`auto`, `bf16` or `fp32` with `adapter.type: none`",
-        reason="updates of weights held in fp16 vanish or overflow",
-        remedy="Set `model.dtype: bf16` (or fp32), or `adapter.type: lora`.",
-    )
-
-
-def revision_needs_a_hub_id(recipe: Recipe) -> Violation | None:
-    """A folder has no revisions."""
-    if recipe.model.revision is None or is_hub_id(recipe.model.path):
-        return None
-    return Violation(
-        keys=("model.revision", "model.path"),
-        found=recipe.model.revision,
-        allowed="`null` when `model.path` is a folder",
-        reason=f"{recipe.model.path} is a folder and has no revisions",
-        remedy="Remove `model.revision`, or give a hub id such as Qwen/Qwen3-14B as `model.path`.",
-    )
-
-
-def hub_fields_need_a_hub_dataset(recipe: Recipe) -> Violation | None:
-    """Files have no configuration, split or revision."""
-    lists = {"train": recipe.data.train, "eval": recipe.data.eval if isinstance(recipe.data.eval, list) else []}
-    for name, sources in lists.items():
-        for index, source in enumerate(sources):
-            for key in ("name", "split", "revision"):
-                value = getattr(source, key)
-                if value is not None and not is_hub_dataset(source.path):
-                    return Violation(
-                        keys=(f"data.{name}.{index}.{key}", f"data.{name}.{index}.path"),
-                        found=value,
-                        allowed="left out when `path` is a file or folder",
-                        reason=f"{source.path} is no hub id",
-                        remedy=f"Remove `{key}`, or give a hub id such as org/name as `path`.",
-                    )
-    return None
-
-
-def streaming_is_of_whole_hub_splits(recipe: Recipe) -> Violation | None:
-    """Local files are always read as a stream, and the hub streams a split from its start."""
-    lists = {"train": recipe.data.train, "eval": recipe.data.eval if isinstance(recipe.data.eval, list) else []}
-    for name, sources in lists.items():
-        for index, source in enumerate(sources):
-            key = f"data.{name}.{index}"
-            if source.streaming and not is_hub_dataset(source.path):
-                return Violation(
-                    keys=(f"{key}.streaming", f"{key}.path"),
-                    found=True,
-                    allowed="left out when `path` is a file or folder",
-                    reason=f"{source.path} is no hub id, and files on this machine are read as a stream anyway",
-                    remedy="Remove `streaming`.",
-                )
-            if source.streaming and "[" in (source.split or ""):
-                return Violation(
-                    keys=(f"{key}.split", f"{key}.streaming"),
-                    found=source.split,
-                    allowed="the name of a whole split, while `streaming` is true",
-                    reason="where a slice begins and ends is known only once the whole split was read",
-                    remedy="Set `max_rows` to take the first rows, or remove `streaming`.",
-                )
-    return None
-
-
-def eval_sources_have_no_weight(recipe: Recipe) -> Violation | None:
-    """Every held-out record is looked at once; a weight there would change nothing."""
-    sources = recipe.data.eval if isinstance(recipe.data.eval, list) else []
-    for index, source in enumerate(sources):
-        if source.weight != 1.0:
-            return Violation(
-                keys=(f"data.eval.{index}.weight",),
-                found=source.weight,
-                allowed="left out",
-                reason="every record of `data.eval` is evaluated once",
-                remedy="Remove `weight`; to evaluate on fewer records, set `max_rows`.",
-            )
-    return None
-
-
-def chat_template_exists(recipe: Recipe) -> Violation | None:
-    """The template file must be there before anything is loaded."""
-    template = recipe.model.chat_template
-    if template is None or Path(template).is_file():
-        return None
-    return Violation(
-        keys=("model.chat_template",),
-        found=template,
-        allowed="an existing file",
-        reason="it is a folder" if Path(template).is_dir() else "there is no such file",
-        remedy="Correct the path (relative to the file that names it), or remove the key to use the tokenizer's own.",
-    )
-
-
-def lora_targets_are_names(recipe: Recipe) -> Violation | None:
-    """An empty list would train nothing; an empty name would match every module."""
-    targets = recipe.adapter.targets if isinstance(recipe.adapter, LoraAdapter) else "all-linear"
-    if isinstance(targets, str) or (targets and all(targets)):
-        return None
-    return Violation(
-        keys=("adapter.targets",),
-        found=list(targets),
-        allowed="`all-linear`, `attention` or a list of one or more module names",
-        reason="without a name there is nothing to adapt",
-        remedy="Name modules by the end of their path, such as [q_proj, v_proj], or use `all-linear`.",
-    )
-
-
-def lora_leaves_the_lm_head_alone(recipe: Recipe) -> Violation | None:
-    """The loss is computed from the LM head's weight directly, past any adapter on it."""
-    targets = recipe.adapter.targets if isinstance(recipe.adapter, LoraAdapter) else "all-linear"
-    if isinstance(targets, str) or not any(name.split(".")[-1] == "lm_head" for name in targets):
-        return None
-    return Violation(
-        keys=("adapter.targets",),
-        found=list(targets),
-        allowed="a list without `lm_head`",
-        reason="the fused loss reads the LM head's weight itself, so an adapter on it would be ignored without a word",
-        remedy="Remove `lm_head` from `adapter.targets`.",
-    )
-
-
-def micro_batch_divides_the_step(recipe: Recipe) -> Violation | None:
-    """A step is a whole number of micro-batches, so that each weighs the same."""
-    rows, micro = recipe.training.rows_per_step, recipe.training.rows_per_micro_batch
-    if rows % micro == 0:
-        return None
-    nearest = max(size for size in range(1, min(rows, micro) + 1) if rows % size == 0)
-    return Violation(
-        keys=("training.rows_per_micro_batch", "training.rows_per_step"),
-        found=micro,
-        allowed=f"a divisor of `training.rows_per_step`, which is {rows}",
-        reason="a step is a whole number of micro-batches",
-        remedy=f"Set `training.rows_per_micro_batch: {nearest}`, or `training.rows_per_step: {micro}`.",
-    )
-
-
-def separate_turns_have_turns_to_learn(recipe: Recipe) -> Violation | None:
-    """One sample a turn repeats the prompts, which `loss_on: all` would learn once for each turn."""
-    if recipe.data.turns != "separate" or recipe.data.loss_on != "all":
-        return None
-    return Violation(
-        keys=("data.turns", "data.loss_on"),
-        found=recipe.data.turns,
-        allowed="together, while `data.loss_on` is all",
-        reason="each prompt would be learned once for every turn that follows it",
-        remedy="Set `data.turns: together`, or `data.loss_on: assistant`.",
-    )
-
-
-def date_is_a_day(recipe: Recipe) -> Violation | None:
-    """A date that a chat template prints is a day of the calendar, written so that it reads the same everywhere."""
-    found = recipe.data.date
-    if found is None or (re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", found) and _is_day(found)):
-        return None
-    return Violation(
-        keys=("data.date",),
-        found=found,
-        allowed="a day as YYYY-MM-DD",
-        reason="there is no such day, or it is written otherwise",
-        remedy="Write it like `data.date: 2026-01-31`, or leave it out to take the day of the run's start.",
-    )
-
-
-def _is_day(text: str) -> bool:
-    try:
-        datetime.date.fromisoformat(text)
-    except ValueError:
-        return False
-    return True
-
-
-def evaluation_needs_held_out_data(recipe: Recipe) -> Violation | None:
-    """Asking for an evaluation without data to evaluate on is a mistake; the defaults ask for none."""
-    if recipe.data.eval is not None:
-        return None
-    default = EvaluationSection()
-    for key in ("every_steps", "metrics", "samples"):
-        value = getattr(recipe.evaluation, key)
-        if value and value != getattr(default, key):
-            return Violation(
-                keys=(f"evaluation.{key}",),
-                found=value,
-                allowed="left out while `data.eval` is empty",
-                reason="there is no held-out data to evaluate on",
-                remedy="Add held-out data, such as `data.eval: {fraction: 0.02}`, or remove the key.",
-            )
-    return None
-
-
-def metrics_are_known(recipe: Recipe) -> Violation | None:
-    """A metric is built in, or a Python file that is there."""
-    for index, name in enumerate(recipe.evaluation.metrics):
-        if name in METRICS or (name.endswith(".py") and Path(name).is_file()):
-            continue
-        near = difflib.get_close_matches(name, METRICS, n=1)
-        return Violation(
-            keys=(f"evaluation.metrics.{index}", "evaluation.metrics"),
-            found=name,
-            allowed="`exact_match` or an existing Python file",
-            reason=f"did you mean `{near[0]}`?" if near else "there is no such metric or file",
-            remedy="Use `exact_match`, or the path of a .py file (relative to the file that names it).",
-        )
-    return None
-
-
-def metric_names_differ(recipe: Recipe) -> Violation | None:
-    """Scores are recorded under the metric's name (a file's without `.py`), so two may not share one."""
-    names = [Path(metric).stem for metric in recipe.evaluation.metrics]
-    twice = sorted({name for name in names if names.count(name) > 1} | (TAKEN_METRIC_NAMES & set(names)))
-    if not twice:
-        return None
-    return Violation(
-        keys=("evaluation.metrics",),
-        found=list(recipe.evaluation.metrics),
-        allowed=f"metrics with names of their own, not {', '.join(sorted(TAKEN_METRIC_NAMES))}",
-        reason=f"two values would be recorded as `eval_{twice[0]}`",
-        remedy="Remove one, or rename its file.",
-    )
-
-
-def columns_have_one_role(recipe: Recipe) -> Violation | None:
-    """A column in two roles would be trained as its own answer."""
-    sources = [*recipe.data.train, *(recipe.data.eval if isinstance(recipe.data.eval, list) else [])]
-    for index, source in enumerate(sources):
-        columns = list(source.columns.model_dump(exclude_none=True).values()) if source.columns else []
-        twice = sorted({column for column in columns if columns.count(column) > 1})
-        if twice:
-            key = f"data.train.{index}.columns" if index < len(recipe.data.train) else "data.eval"
-            return Violation(
-                keys=(key, "data.train"),
-                found=columns,
-                allowed="a different column for each role",
-                reason=f"`{twice[0]}` stands in two roles",
-                remedy="Give each role a column of its own.",
-            )
-    return None
-
-
 RULES: tuple[Rule, ...] = (
-    quantized_weights_need_an_adapter,
-    full_fine_tuning_in_fp16_is_refused,
-    revision_needs_a_hub_id,
-    hub_fields_need_a_hub_dataset,
-    streaming_is_of_whole_hub_splits,
-    eval_sources_have_no_weight,
-    chat_template_exists,
-    lora_targets_are_names,
-    lora_leaves_the_lm_head_alone,
-    micro_batch_divides_the_step,
-    separate_turns_have_turns_to_learn,
-    date_is_a_day,
-    evaluation_needs_held_out_data,
-    metrics_are_known,
-    metric_names_differ,
-    columns_have_one_role,
+    model_rules.quantized_weights_need_an_adapter,
+    model_rules.full_fine_tuning_in_fp16_is_refused,
+    model_rules.modules_in_fp16_are_not_trained,
+    model_rules.adapter_names_are_names,
+    model_rules.earlier_adapter_agrees,
+    model_rules.new_tokens_are_texts,
+    model_rules.revision_needs_a_hub_id,
+    data_rules.hub_fields_need_a_hub_dataset,
+    data_rules.streaming_is_of_whole_hub_splits,
+    data_rules.eval_sources_have_no_weight,
+    model_rules.chat_template_exists,
+    model_rules.lora_targets_are_names,
+    model_rules.lora_leaves_the_lm_head_alone,
+    run_rules.micro_batch_divides_the_step,
+    data_rules.separate_turns_have_turns_to_learn,
+    data_rules.date_is_a_day,
+    run_rules.evaluation_needs_held_out_data,
+    run_rules.early_stopping_needs_evaluations,
+    run_rules.delivering_the_best_needs_evaluations,
+    run_rules.trackers_are_named_once,
+    run_rules.metrics_are_known,
+    run_rules.metric_names_differ,
+    data_rules.columns_have_one_role,
 )

@@ -31,18 +31,24 @@ class ModelSection(Section):
     on the device from `training.seed`, for pretraining, tests and benches."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of the weights. `auto` keeps the one that the model's `config.json` names."""
-    quantization: Literal["none", "nf4"] = "none"
-    """`nf4` holds the frozen linear layers in 4 bits (QLoRA) and needs an adapter."""
+    quantization: Literal["none", "nf4", "int8"] = "none"
+    """`nf4` holds the frozen linear layers in 4 bits (QLoRA), `int8` in 8 bits (LLM.int8); both need an adapter."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation. `auto` takes `sdpa`, and `eager` where the architecture has no other."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. `auto` takes a CUDA device when there is one; `cuda` is an error when there is none."""
     chat_template: str | None = None
     """Jinja file (relative to the recipe) used in place of the tokenizer's own chat template."""
+    new_tokens: list[str] = []
+    """Texts that become one token each, such as `<cite>`. Their rows of the embedding and the LM head begin as the mean
+    of all rows and are trained; with an adapter no other row changes. The tokenizer is saved with them."""
+    new_special_tokens: list[str] = []
+    """The same for control tokens that a chat template writes, such as `<|im_end|>`: they can end a turn, and decoding
+    can leave them out."""
 
 
 class LoraAdapter(Section):
-    """Low-rank adapters (LoRA) beside frozen weights."""
+    """Low-rank adapters (LoRA) beside frozen weights; `docs/adapters.md` has an example of each kind."""
 
     type: Literal["lora"] = "lora"
     """Kind of adapter."""
@@ -50,12 +56,27 @@ class LoraAdapter(Section):
     """Rank of each adapter."""
     alpha: float = Field(default=16.0, gt=0)
     """The adapter's output is scaled by `alpha / rank`."""
+    rslora: bool = False
+    """Scale by `alpha / sqrt(rank)` instead (rank-stabilized LoRA), so that a high rank learns as fast as a low one."""
+    dora: bool = False
+    """Train the length of each weight's rows apart from their direction (DoRA). Not for expert parameters."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout on the adapter's input while training."""
+    """Dropout on the adapter's input while training. Not for expert parameters."""
     targets: Literal["all-linear", "attention"] | list[str] = "all-linear"
     """`all-linear`: every linear layer of attention and MLP, experts included, never the router or the LM head.
-    `attention`: the attention projections. A list names modules by the end of their path, such as `q_proj`, or
-    expert parameters such as `mlp.experts.gate_up_proj`."""
+    `attention`: the attention projections. A list names modules by their path or its end, such as `q_proj` or
+    `model.layers.3.self_attn.q_proj`, or expert parameters such as `mlp.experts.gate_up_proj`."""
+    layers: Annotated[list[int], Field(min_length=1)] | None = None
+    """Numbers of the layers that get an adapter, from 0; none means all."""
+    modules_to_save: list[str] = []
+    """Modules that are trained in full and saved with the adapter, named by their path or its end, such as `norm` or
+    `lm_head`. An embedding that is tied to the LM head stays tied: naming either trains the one weight of both."""
+    continue_from: str | None = None
+    """Folder of an earlier PEFT adapter (relative to the recipe) to train on from. The keys of this section are then
+    its own, and need not be given; one that contradicts it is an error."""
+    loraplus_ratio: float | None = Field(default=None, ge=1.0, le=1000.0)
+    """LoRA+: the B matrices learn at so many times `training.learning_rate`, the A matrices at the rate itself; none
+    gives both the same."""
 
 
 class NoAdapter(Section):
@@ -199,6 +220,23 @@ class DataSection(Section):
     """Keep the tokenized samples in the user's cache folder, keyed by content, for the next run."""
 
 
+class Watch(Section):
+    """What is watched in the logged losses and gradient norms. Only logged values are read: nothing is fetched for it,
+    and a step counts as one logged step."""
+
+    loss_spike: float | None = Field(default=6.0, gt=0.0)
+    """Warn when a loss lies so many deviations above the median of the last 50. A deviation is 1.48 times the median
+    distance from that median (the standard deviation, for a normal spread), at least 5 % of the median. None: never."""
+    grad_norm_spike: float | None = Field(default=10.0, gt=0.0)
+    """The same for the norm of the gradient."""
+    divergence: float | None = Field(default=1.0, gt=0.0)
+    """Stop the run (exit code 6) when the loss stays so far above the level that it had reached: the lowest value that
+    four of five losses did not exceed, in the first 20 losses and in any 50 in a row. In nats per token. None:
+    never."""
+    divergence_steps: int = Field(default=20, ge=2)
+    """Logged steps in a row that the loss has to stay there."""
+
+
 class TrainingSection(Section):
     """The optimisation: how long, how large a step, how fast."""
 
@@ -217,7 +255,8 @@ class TrainingSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after warm-up."""
     warmup_fraction: float = Field(default=0.03, ge=0.0, lt=1.0)
-    """Share of all steps over which the learning rate rises from zero."""
+    """Share of all steps, rounded up to whole ones, over which the learning rate rises: of `n` such steps the first has
+    1/(n + 1) of `training.learning_rate`, and the step after them all of it."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     """`adamw` keeps its state in the format of the trained weights (fp32 for adapters), `adamw_8bit` in 8 bits,
     `paged_adamw_8bit` in memory that the host backs."""
@@ -231,6 +270,18 @@ class TrainingSection(Section):
     """Coefficient of an MoE's load-balancing loss; none takes the model's own, 0 leaves the loss out."""
     seed: int = Field(default=7, ge=0, le=2**32 - 1)
     """Seed of the data order, the adapters' first values and dropout."""
+    watch: Watch = Watch()
+    """When to warn of a spike, and when to stop a run that diverged."""
+
+
+class EarlyStopping(Section):
+    """When to end a run whose held-out loss no longer falls."""
+
+    patience: int = Field(default=3, ge=1)
+    """Evaluations in a row without an improvement after which the run ends."""
+    min_improvement: float = Field(default=0.0, ge=0.0)
+    """How far the held-out loss has to fall below that of the last improvement to count as one; the first evaluation
+    after the first step counts as one."""
 
 
 class EvaluationSection(Section):
@@ -246,9 +297,16 @@ class EvaluationSection(Section):
     metric_rows: int = Field(default=200, ge=1)
     """Held-out samples that are scored, from the first on."""
     samples: int = Field(default=3, ge=0)
-    """Held-out prompts whose answers are shown before and after."""
+    """Held-out prompts whose answers are kept in `samples.jsonl` and shown, beside their reference: before the first
+    step, at each evaluation, and at the end."""
+    prompts: list[Annotated[str, Field(min_length=1)]] = []
+    """Prompts of your own, each the text of a user's message, answered whenever held-out prompts are. They go through
+    the chat template as training data do; without one they are completed as they stand."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer that is generated, in tokens."""
+    early_stopping: EarlyStopping | None = None
+    """End the run when the held-out loss no longer falls, such as `{patience: 3}`; none trains all steps. Needs
+    `evaluation.every_steps`."""
 
 
 class OutputSection(Section):
@@ -262,6 +320,12 @@ class OutputSection(Section):
     """Checkpoints kept; older ones are removed."""
     log_every_steps: int = Field(default=1, ge=1)
     """Steps between two lines of `metrics.jsonl`; metrics are fetched from the device only then."""
+    deliver: Literal["auto", "best", "last"] = "auto"
+    """Which weights are the result in `adapter/` or `model/`: the `last`, or the `best`, those of the lowest held-out
+    loss. `auto` takes the best with `evaluation.early_stopping`, else the last. With `evaluation.every_steps` the best
+    are kept in `best/` in any case; `result.json` names both."""
+    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = []
+    """Experiment trackers that get the metrics too; none starts unless it is named here."""
 
 
 class Recipe(Section):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from finetune.recipe import rules
+from finetune.recipe.earlier_adapter import take_earlier_adapter
 from finetune.recipe.fields import annotation_at, describe, models_at, owners_of, sections
 from finetune.recipe.locate import KeyPath, Node
 from finetune.recipe.problems import Problem, dotted, found, recipe_error, shortened
@@ -18,7 +20,7 @@ REFERENCE = "docs/recipe_reference.md"
 
 
 def validate(root: Node, *, known: Sequence[Problem] = ()) -> Recipe:
-    """Checks types and limits first, then the rules that span keys.
+    """Checks types and limits first, then the rules that span keys, also for what an earlier adapter brings.
 
     Values are taken strictly: `true` is no number, `"8"` is no whole number, `8.0` neither.
 
@@ -32,10 +34,20 @@ def validate(root: Node, *, known: Sequence[Problem] = ()) -> Recipe:
         recipe = Recipe.model_validate(root.plain(), strict=True)
     except ValidationError as error:
         raise recipe_error([*_problems(error, root), *known]) from error
-    problems = [*(_violation_problem(violation, root) for violation in rules.check(recipe)), *known]
+    violations = rules.check(recipe)
+    if not violations:
+        recipe = take_earlier_adapter(recipe)
+        violations = [_of_earlier_adapter(violation) for violation in rules.check(recipe)]
+    problems = [*(_violation_problem(violation, root) for violation in violations), *known]
     if problems:
         raise recipe_error(problems)
     return recipe
+
+
+def _of_earlier_adapter(violation: rules.Violation) -> rules.Violation:
+    """Tells of a value that the recipe does not hold itself where it comes from."""
+    keys = (*violation.keys, "adapter.continue_from")
+    return replace(violation, keys=keys, reason=f"{violation.reason} (the value is that of `adapter.continue_from`)")
 
 
 def _problems(error: ValidationError, root: Node) -> list[Problem]:

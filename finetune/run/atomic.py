@@ -10,7 +10,12 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path` in one step: the file holds the old content or the new one, never a part.
+    """Writes `text` to `path` in one step, as UTF-8."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes `content` to `path` in one step: the file holds the old content or the new one, never a part.
 
     A temporary file in the same folder is flushed to disk and then renamed, so the rename cannot cross file systems.
     """
@@ -18,8 +23,8 @@ def write_text(path: Path, text: str) -> None:
     try:
         # mkstemp makes the file private; the run's files follow the user's umask like any other file.
         os.fchmod(descriptor, 0o666 & ~_current_umask())
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)

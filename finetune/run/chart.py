@@ -21,6 +21,15 @@ NumberFormat = Callable[[float], str]
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A named point."""
+
+    name: str
+    step: float
+    value: float
+
+
+@dataclass(frozen=True)
 class Curve:
     """A named series of a chart; `style` is its CSS class, `main` or `second`."""
 
@@ -28,8 +37,10 @@ class Curve:
     series: Series
     style: str = "main"
     is_smoothed: bool = False
-    """Draws the exponential mean over a faint line of the values, where these are at least 30 single steps."""
+    """Draws the mean of neighbours over a faint line of the values, where these are at least 30 single steps."""
     has_dots: bool = False
+    marked: Mark | None = None
+    """A point of the curve that stands out, told in the legend."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +92,16 @@ def _legend(curves: Sequence[Curve], number: NumberFormat) -> str:
     swatch = "<i></i>" if len(curves) > 1 else ""
     return "".join(
         f'<span class="key {curve.style}">{swatch}{escape(curve.name)} '
-        f"<b>{escape(number(curve.series.last))}</b></span>"
+        f"<b>{escape(number(curve.series.last))}</b>{_mark_text(curve.marked, number)}</span>"
         for curve in curves
         if curve.series.last is not None
     )
+
+
+def _mark_text(mark: Mark | None, number: NumberFormat) -> str:
+    if mark is None:
+        return ""
+    return f" at the end, {escape(mark.name)} <b>{escape(number(mark.value))}</b> at step {mark.step:,.0f}"
 
 
 def _make_frame(curves: Sequence[Curve], *, from_zero: bool) -> _Frame:
@@ -107,7 +124,7 @@ def _curve_shapes(curve: Curve, frame: _Frame) -> str:
     elif curve.is_smoothed and len(series) >= _SMOOTH_FROM:
         raw = _path(list(zip(series.steps, values, strict=True)), frame)
         shapes += f'<path class="raw {curve.style}" d="{raw}"/>'
-        values = smooth(values, weight=0.85)
+        values = smooth(values)
     return (
         shapes + f'<path class="line {curve.style}" d="{_path(list(zip(series.steps, values, strict=True)), frame)}"/>'
     )
@@ -123,12 +140,16 @@ def _grid_line(y: float) -> str:
 
 def _dots(curves: Sequence[Curve], frame: _Frame) -> str:
     """Returns dots as HTML, since circles would be stretched with the drawing; a single point is always a dot."""
-    return "".join(
-        f'<i class="dot {curve.style}" '
-        f'style="left:{frame.x(step) / _WIDTH:.2%};top:{frame.y(value) / _HEIGHT:.2%}"></i>'
+    dots = [
+        (curve.style, step, value)
         for curve in curves
         if curve.has_dots or len(curve.series) == 1
         for step, value in zip(curve.series.steps, curve.series.values, strict=True)
+    ]
+    dots += [(f"{curve.style} best", curve.marked.step, curve.marked.value) for curve in curves if curve.marked]
+    return "".join(
+        f'<i class="dot {style}" style="left:{frame.x(step) / _WIDTH:.2%};top:{frame.y(value) / _HEIGHT:.2%}"></i>'
+        for style, step, value in dots
     )
 
 

@@ -73,12 +73,19 @@ def scan_checkpoints(folder: Path) -> CheckpointScan:
     complete: list[Path] = []
     incomplete: list[IncompleteCheckpoint] = []
     for _, path in sorted(numbered):
-        fault = _fault(path)
+        fault = fault_of(path)
         if fault is None:
             complete.append(path)
         else:
             incomplete.append(IncompleteCheckpoint(path, fault))
     return CheckpointScan(tuple(complete), tuple(incomplete))
+
+
+def what_is_left(folder: Path) -> str:
+    """Says which checkpoint of `folder` a stopped run leaves; each was looked at before it was written."""
+    latest = scan_checkpoints(folder).latest
+    left = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
+    return f"No result was written; {left}."
 
 
 def remove_checkpoint(checkpoint_dir: Path) -> None:
@@ -105,8 +112,8 @@ def keep_newest(folder: Path, keep: int) -> list[Path]:
     return removed
 
 
-def _fault(checkpoint_dir: Path) -> str | None:
-    """Returns why a checkpoint is not complete, or None."""
+def fault_of(checkpoint_dir: Path) -> str | None:
+    """Returns why a folder that `mark_complete` marks is not complete, or None."""
     if not checkpoint_dir.is_dir():
         return "it is not a folder"
     try:

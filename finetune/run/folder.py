@@ -4,8 +4,12 @@ run.json            manifest: versions, time, hash of the recipe, status
 recipe.yaml         the resolved recipe
 environment.json    what it ran on
 metrics.jsonl       one line a logged step
+samples.jsonl       one line an answer: step, prompt, reference, answer
 checkpoints/        checkpoint-<step>/, each with complete.json when it can be trusted
-adapter/ or model/  the result
+best/               the weights of the lowest held-out loss, where the run was evaluated during training
+adapter/ or model/  the result: the last weights, or the best
+last/               the last weights, where the result is the best and they differ
+result.json         which of them the result is, with step and held-out loss of both
 report.json, report.html, curves.png
 """
 
@@ -29,7 +33,9 @@ from finetune.run.disk import nearest_existing_folder
 from finetune.run.lock import lock_folder, require_unlocked
 
 SCHEMA_VERSION = 1
-Status = Literal["running", "done", "interrupted", "failed", "stopped"]
+Status = Literal["running", "done", "early-stopped", "interrupted", "failed", "stopped"]
+ENDED_WELL: tuple[Status, ...] = ("done", "early-stopped")
+"""There is a result, and nothing to continue."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,14 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def samples_path(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def result_path(self) -> Path:
+        return self.path / "result.json"
+
+    @property
     def report_json(self) -> Path:
         return self.path / "report.json"
 
@@ -73,6 +87,14 @@ class RunFolder:
     @property
     def model_dir(self) -> Path:
         return self.path / "model"
+
+    @property
+    def best_dir(self) -> Path:
+        return self.path / "best"
+
+    @property
+    def last_dir(self) -> Path:
+        return self.path / "last"
 
     @property
     def checkpoints_dir(self) -> Path:
@@ -225,11 +247,12 @@ def _check_resume(
     manifest = _read_manifest(path)
     stored_hash = manifest["recipe_hash"]
     require_unlocked(path)
-    if manifest["status"] == "done":
+    if manifest["status"] in ENDED_WELL:
         raise RecipeError(
             "the run is done; there is nothing to continue",
             place=str(path),
-            remedy="Look at its report.html, or start a new run with another output.dir.",
+            remedy="Look at its report.html, or start a new run with another output.dir; adapter.continue_from there "
+            "trains this run's adapter on.",
         )
     if stored_hash == recipe_hash:
         return
@@ -297,7 +320,7 @@ def _occupied(path: Path) -> RecipeError:
             remedy="Set output.dir to a new or empty folder.",
         )
     run = RunFolder(path)
-    if run.status == "done":
+    if run.status in ENDED_WELL:
         remedy = "Set another output.dir."
     else:
         remedy = "Continue it with --resume, or set another output.dir."

@@ -9,7 +9,13 @@ from html import escape
 from typing import Any
 
 _SHARE_KEY = re.compile(r"(fraction|share|fill|efficiency)$")
+_LONG_NUMBER = re.compile(r"(?<![\w.])\d+\.\d{6,}(?:e-?\d+)?(?![\w.])")
+_NAMES = {
+    "cpu": "CPU", "cpus": "CPUs", "cuda": "CUDA", "gpu": "GPU", "gpus": "GPUs", "lora": "LoRA", "ram": "RAM",
+}  # fmt: skip
 _LARGEST_NESTED_ROWS = 50
+_MANY_COLUMNS = 5
+"""From which on a table is stacked already where there is half a screen."""
 
 
 def humanize(key: str) -> str:
@@ -17,6 +23,7 @@ def humanize(key: str) -> str:
     words = "size" if key == "bytes" else key.replace("_", " ").strip()
     words = re.sub(r"^seconds to ", "time to ", words)
     words = re.sub(r"^num (?=.)| (bytes|seconds)$", "", words)
+    words = " ".join(_NAMES.get(word, word) for word in words.split(" "))
     return words[:1].upper() + words[1:]
 
 
@@ -50,6 +57,11 @@ def format_plain(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
+
+
+def round_numbers(text: str) -> str:
+    """Returns a sentence with its fractions of six digits and more cut to four significant ones."""
+    return _LONG_NUMBER.sub(lambda match: format_plain(float(match.group())), text)
 
 
 def format_axis(value: float) -> str:
@@ -94,7 +106,9 @@ def render_value(key: str, value: Any) -> str:
             return "-"
         if all(isinstance(item, Mapping) for item in value):
             return render_rows(value)
-        return escape(", ".join(format_value("", item) for item in value))
+        shown = ", ".join(format_value("", item) for item in value[:_LARGEST_NESTED_ROWS])
+        left_out = len(value) - _LARGEST_NESTED_ROWS
+        return escape(f"{shown} and {left_out:,} more" if left_out > 0 else shown)
     return escape(format_value(key, value))
 
 
@@ -113,19 +127,28 @@ def render_pairs(pairs: Mapping[str, Any], *, caption: str = "", is_verbatim: bo
 
 
 def render_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns dicts as a table with one column a key; of many rows the first 50 and how many are left out."""
+    """Returns dicts as a table with one column a key; of many rows the first 50 and how many are left out.
+
+    Where there is too little room for the columns, each row becomes a block with a line a column.
+    """
     keys = list(dict.fromkeys(str(key) for row in rows for key in row))
     is_number = {key: all(_is_number(row.get(key)) for row in rows) for key in keys}
     mark = {key: ' class="number"' if is_number[key] else "" for key in keys}
     head = "".join(f'<th scope="col"{mark[key]}>{escape(humanize(key))}</th>' for key in keys)
     body = "".join(
-        "<tr>" + "".join(f"<td{mark[key]}>{render_value(key, row.get(key))}</td>" for key in keys) + "</tr>"
+        f"<tr>{''.join(_cell(key, row.get(key), mark[key]) for key in keys)}</tr>"
         for row in rows[:_LARGEST_NESTED_ROWS]
     )
     left_out = len(rows) - _LARGEST_NESTED_ROWS
     rest = f'<p class="soft">{left_out:,} more are in report.json.</p>' if left_out > 0 else ""
     table = f'<table class="rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="scroll">{table}</div>{rest}'
+    size = " many" if len(keys) >= _MANY_COLUMNS else ""
+    return f'<div class="scroll{size}">{table}</div>{rest}'
+
+
+def _cell(key: str, value: Any, mark: str) -> str:
+    """Returns a cell that knows its column's name, which stands before it where rows are stacked."""
+    return f'<td{mark} data-name="{escape(humanize(key))}"><div>{render_value(key, value)}</div></td>'
 
 
 def _is_nested(value: object) -> bool:

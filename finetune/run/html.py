@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
@@ -10,7 +12,9 @@ from typing import Any
 
 import yaml
 
-from finetune.run.chart import Curve, render_chart
+from finetune.console import plural
+from finetune.run.answers import render_before_and_after, render_over_steps
+from finetune.run.chart import Curve, Mark, render_chart
 from finetune.run.fragments import (
     format_axis,
     format_bytes,
@@ -20,22 +24,37 @@ from finetune.run.fragments import (
     humanize,
     render_pairs,
     render_rows,
+    round_numbers,
 )
 from finetune.run.page import render_card, render_cards, render_page, render_section
+from finetune.run.report import delivered_part
+from finetune.run.samples import SampleAnswer
 from finetune.run.series import extract_series
 
 _BADGES = {
     "done": ("good", "Done"),
+    "early-stopped": ("good", "Stopped early"),
     "running": ("plain", "Running"),
+    "killed": ("bad", "Killed"),
     "interrupted": ("warn", "Interrupted"),
     "stopped": ("bad", "Stopped"),
     "failed": ("bad", "Failed"),
 }
+_CHECK_MARKS = {
+    "ok": ("", "&check;", "passed"),
+    "warning": ("warns", "!", "warning"),
+    "failed": ("no", "&cross;", "failed"),
+    "na": ("na", "&ndash;", "not applicable"),
+}
+_TIME_NAMES = {"total_seconds": "last_command_in_all_seconds", "training_seconds": "steps_over_all_starts_seconds"}
+_PLAIN_ARGUMENT = re.compile(r"[\w@%+=:,./~*-]+")
 _SHARE_SCORES = frozenset({"exact_match", "accuracy", "f1"})
 
 
-def render_html(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the page for a report of `build_report` and the records of its `metrics.jsonl`.
+def render_html(
+    report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], *, answers: Sequence[SampleAnswer] = ()
+) -> str:
+    """Returns the page for a report of `build_report`, the records of its `metrics.jsonl` and of its `samples.jsonl`.
 
     The page needs no other file. It follows the reader's light or dark theme and fits a telephone.
     """
@@ -43,8 +62,11 @@ def render_html(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]])
     body = "".join(
         (
             _outcome(report, title),
-            render_section("Curves", _curves(metrics)),
-            render_section("Answers before and after", _samples(report.get("samples") or ())),
+            render_section(
+                "Curves", _curves(metrics, report.get("result") or {}) + _spikes(report.get("spikes") or ())
+            ),
+            render_section("Answers before and after", render_before_and_after(report.get("samples") or ())),
+            render_section("Answers over the steps", render_over_steps(_news(report, answers))),
             render_section(
                 "What is trained",
                 render_cards(render_card(render_pairs(report["trained"]))) if report.get("trained") else "",
@@ -74,8 +96,11 @@ def _outcome(report: Mapping[str, Any], title: str) -> str:
     parts = [str(model.get("path", "")), method, "" if quantization == "none" else f"{quantization} weights"]
     lead = ", ".join(part for part in parts if part)
     message = f'<p class="message">{escape(str(report["message"]))}</p>' if report.get("message") else ""
+    num_warnings = sum(check.get("status") == "warning" for check in report.get("checks") or ())
+    warned = f'<span class="badge warn">{plural(num_warnings, "warning")}</span>' if num_warnings else ""
     return (
         f'<header><div class="top"><span class="brand">finetune</span><span class="badge {style}">{escape(word)}</span>'
+        f"{warned}"
         f"<span>{escape(_when(str(report.get('created', ''))))}</span></div>"
         f'<h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>{message}'
         f'<div class="heroes">{_heroes(report)}</div>{_key_facts(report)}</header>\n'
@@ -116,14 +141,15 @@ def _score_hero(name: str, score: Mapping[str, Any]) -> str:
 
 
 def _hero(name: str, before: str | None, after: str | None, *, note: str, meter: str = "") -> str:
-    was = (
-        f'<span class="before">{escape(before)}</span><span class="arrow" aria-label="to">&rarr;</span>'
-        if before
-        else ""
-    )
+    was = ""
+    if before and after:
+        was = f'<span class="before">{escape(before)}</span><span class="arrow" aria-label="to">&rarr;</span>'
+    elif before:
+        note = f"before training, {note}"
     return (
         f'<div class="card hero"><div class="name"><span>{escape(name)}</span></div><div class="change">{was}'
-        f'<span class="after">{escape(after or "-")}</span></div>{meter}<p class="note">{escape(note)}</p></div>'
+        f'<span class="after">{escape(after or before or "-")}</span></div>{meter}'
+        f'<p class="note">{escape(note)}</p></div>'
     )
 
 
@@ -147,7 +173,7 @@ def _key_facts(report: Mapping[str, Any]) -> str:
         ("Tokens per second", rate, format_plain if (rate or 0) < 1000 else "{:,.0f}".format),
         ("Peak GPU memory", summary.get("peak_memory_bytes") or None, format_bytes),
         ("To first step", timings.get("seconds_to_first_step"), format_seconds),
-        ("Total time", timings.get("total_seconds"), format_seconds),
+        ("Time of the last command", timings.get("total_seconds"), format_seconds),
     ]
     shown = "".join(
         f"<div><dt>{name}</dt><dd>{escape(form(value))}</dd></div>" for name, value, form in facts if value is not None
@@ -155,52 +181,53 @@ def _key_facts(report: Mapping[str, Any]) -> str:
     return f'<dl class="facts">{shown}</dl>' if shown else ""
 
 
-def _curves(metrics: Sequence[Mapping[str, Any]]) -> str:
+def _curves(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> str:
     train = partial(extract_series, metrics, kind="train")
-    training_loss = Curve("training", train(key="loss"), is_smoothed=True)
-    held_out = Curve("held out", extract_series(metrics, kind="eval", key="eval_loss"), style="second", has_dots=True)
-    memory = train(key="peak_memory_bytes", scale=1 / 1024**3)
+    held_out = extract_series(metrics, kind="eval", key="eval_loss")
+    loss = [
+        Curve("training", train(key="loss"), is_smoothed=True),
+        Curve("held out", held_out, style="second", has_dots=True, marked=_best(metrics, result)),
+    ]
+    gib = 1 / 1024**3
+    card = [
+        Curve("peak so far", train(key="peak_memory_bytes", scale=gib)),
+        Curve("after the step", train(key="memory_bytes", scale=gib), style="second"),
+    ]
+    process = [Curve("last", train(key="host_memory_bytes", scale=gib))]
+    rate = [Curve("last", train(key="real_tokens_per_second"), is_smoothed=True)]
+    has_card = any(value for curve in card for value in curve.series.values)
     charts = [
-        render_chart("Loss", [training_loss, held_out], number="{:.4g}".format),
+        render_chart("Loss per learned token", loss, number="{:.4g}".format),
+        render_chart("Real tokens per second", rate, number="{:,.0f}".format, from_zero=True),
+        render_chart("GPU memory, GiB", card if has_card else [], number="{:.3g}".format, from_zero=True),
+        render_chart("Memory of the process, GiB", process, number="{:.3g}".format, from_zero=True),
         render_chart("Learning rate", [Curve("last", train(key="learning_rate"))], number=format_axis, from_zero=True),
         render_chart("Gradient norm", [Curve("last", train(key="grad_norm"))], number="{:.3g}".format, from_zero=True),
-        render_chart(
-            "Real tokens per second",
-            [Curve("last", train(key="real_tokens_per_second"))],
-            number=format_axis,
-            from_zero=True,
-        ),
     ]
-    if any(memory.values):
-        charts.append(
-            render_chart("Peak GPU memory, GiB", [Curve("last", memory)], number="{:.3g}".format, from_zero=True)
-        )
     drawn = "".join(charts)
     return f'<div class="charts">{drawn}</div>' if drawn else '<p class="soft">Nothing was logged.</p>'
 
 
-def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(_sample(number, sample) for number, sample in enumerate(samples, start=1))
+def _best(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> Mark | None:
+    """Returns the point of the best weights, where these are not the last that were measured."""
+    best = result.get("best") or {}
+    last = max((record.get("step", 0) for record in metrics if record.get("kind") == "eval"), default=0)
+    if best.get("step") in (None, last) or best.get("eval_loss") is None:
+        return None
+    return Mark("delivered" if result.get("delivered") == "best" else "best", best["step"], best["eval_loss"])
 
 
-def _sample(number: int, sample: Mapping[str, Any]) -> str:
-    reference, after = sample.get("reference"), sample.get("after")
-    is_equal = reference is not None and after is not None and str(reference).strip() == str(after).strip()
-    match = " <span>equals the reference</span>" if is_equal else ""
-    answers = (
-        f"<div><h4>Reference</h4>{_text(reference)}</div><div><h4>Before</h4>{_text(sample.get('before'))}</div>"
-        f"<div{' class=is-after' if is_equal else ''}><h4>After{match}</h4>{_text(after)}</div>"
-    )
-    return (
-        f'<article class="card sample"><div class="prompt"><h4>Prompt {number}</h4>{_text(sample.get("prompt"))}</div>'
-        f'<div class="answers">{answers}</div></article>'
-    )
+def _spikes(spikes: Sequence[Mapping[str, Any]]) -> str:
+    return render_card(f"<h4>Spikes</h4>{render_rows(spikes)}") if spikes else ""
 
 
-def _text(value: object) -> str:
-    if value is None:
-        return '<p class="soft">not generated</p>'
-    return f'<div class="text" tabindex="0">{escape(str(value))}</div>' if str(value) else '<p class="soft">empty</p>'
+def _news(report: Mapping[str, Any], answers: Sequence[SampleAnswer]) -> Sequence[SampleAnswer]:
+    """Returns the answers where they tell more than those before the first step and those of the result do."""
+    samples = report.get("samples") or ()
+    told = {0} if samples else set[int]()
+    if any(sample.get("after") is not None for sample in samples):
+        told.add(delivered_part(report.get("result") or {}).get("step", (report.get("summary") or {}).get("steps", 0)))
+    return answers if {answer.step for answer in answers} - told else ()
 
 
 def _results(report: Mapping[str, Any]) -> str:
@@ -215,15 +242,11 @@ def _results(report: Mapping[str, Any]) -> str:
 
 
 def _check(check: Mapping[str, Any]) -> str:
-    ok = check.get("ok")
-    style, mark, word = (
-        ("na", "&ndash;", "not applicable")
-        if ok is None
-        else ("", "&check;", "passed")
-        if ok
-        else ("no", "&cross;", "failed")
+    status = check.get("status") or {None: "na", True: "ok", False: "failed"}[check.get("ok")]
+    style, mark, word = _CHECK_MARKS[status]
+    detail = (
+        f'<br><span class="soft">{escape(round_numbers(str(check["detail"])))}</span>' if check.get("detail") else ""
     )
-    detail = f'<br><span class="soft">{escape(str(check["detail"]))}</span>' if check.get("detail") else ""
     name = escape(str(check.get("name", "")))
     return f'<li class="{style}"><b role="img" aria-label="{word}">{mark}</b><div>{name}{detail}</div></li>'
 
@@ -241,7 +264,9 @@ def _ledgers(ledgers: Mapping[str, Any]) -> str:
 
 
 def _plan(report: Mapping[str, Any]) -> str:
-    parts = [(report.get("plan"), "Plan"), (report.get("timings"), "Time")]
+    # The clock of a command begins with it; the steps' own time goes on where a run is continued.
+    times = {_TIME_NAMES.get(key, key): value for key, value in (report.get("timings") or {}).items()}
+    parts = [(report.get("plan"), "Plan"), (times, "Time")]
     cards = [render_card(render_pairs(pairs, caption=caption)) for pairs, caption in parts if pairs]
     return render_cards(*cards) if cards else ""
 
@@ -255,9 +280,16 @@ def _environment(environment: Mapping[str, Any]) -> str:
     cards = [render_card(render_pairs(rest, caption="Machine and program"))]
     if packages:
         cards.append(render_card(render_pairs(packages, caption="Packages", is_verbatim=True)))
-    line = " ".join(str(part) for part in command) if isinstance(command, list) else format_value("", command)
+    line = _command_line(command) if isinstance(command, list) else format_value("", command)
     shown = f'<div class="card" style="margin-top:14px"><h4>Command</h4><pre tabindex="0">{escape(line)}</pre></div>'
     return render_cards(*cards) + (shown if line else "")
+
+
+def _command_line(command: Sequence[object]) -> str:
+    """Returns a command as one types it; `python -m finetune` is recorded by the file that it runs."""
+    program, *arguments = [str(part) for part in command] or [""]
+    program = "python -m finetune" if program == "__main__.py" else program
+    return " ".join([program, *(part if _PLAIN_ARGUMENT.fullmatch(part) else shlex.quote(part) for part in arguments)])
 
 
 def _recipe(recipe: Mapping[str, Any]) -> str:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import DataError
+from finetune.errors import DataError, EnvironmentProblem
 from finetune.run.atomic import write_text
+from finetune.run.json_lines import read_json_lines
 
 MetricsRecord = dict[str, Any]
 
@@ -27,12 +28,18 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
-        kept = [] if resumed_step is None else [r for r in read_metrics(path) if r.get("step", 0) <= resumed_step]
-        write_text(path, "".join(_line(record) for record in kept))
+        keep_until(path, -1 if resumed_step is None else resumed_step)
+        self._path = path
         self._stream = path.open("a", encoding="utf-8", newline="\n")
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Appends one record; a number that is not finite becomes null, as JSON has no NaN."""
+        """Appends one record; a number that is not finite becomes null, as JSON has no NaN.
+
+        Raises:
+            EnvironmentProblem: the file is gone; the open stream would take lines that nobody can read.
+        """
+        if not self._path.exists():
+            raise run_folder_gone(self._path.parent)
         self._stream.write(_line(record))
         self._stream.flush()
 
@@ -46,31 +53,44 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(path: Path) -> list[MetricsRecord]:
-    """Returns the records of a metrics file, in order; a missing file has none.
+def keep_until(path: Path, step: int) -> None:
+    """Removes the records of later steps from a file; a missing one is made, empty."""
+    kept = [record for record in read_metrics(path) if record.get("step", 0) <= step] if step >= 0 else []
+    write_text(path, "".join(_line(record) for record in kept))
 
-    A last line without its line end is what a killed run leaves: it is left out where it is not a whole object.
+
+def append_records(path: Path, records: Sequence[Mapping[str, object]]) -> None:
+    """Appends records to a file of such lines, as `MetricsWriter` does for one that stays open."""
+    text = "".join(_line(record) for record in records)
+    try:
+        with path.open("a", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+    except FileNotFoundError as error:
+        raise run_folder_gone(path.parent) from error
+
+
+def run_folder_gone(folder: Path) -> EnvironmentProblem:
+    """Describes a run folder, or the files in it, that went away while the run wrote into it."""
+    return EnvironmentProblem(
+        "the run folder is gone: it was moved or deleted while the run went on",
+        place=str(folder),
+        remedy="Start the run again, or put the folder back where it was and add --resume. Leave the folder in place "
+        "until the run has ended.",
+    )
+
+
+def read_metrics(path: Path) -> list[MetricsRecord]:
+    """Returns the records of a metrics file, in order; `read_json_lines` says what a cut line and a wrong one do.
 
     Raises:
-        DataError: any other line is not a JSON object; the place is file and line.
+        DataError: a line is not a JSON object, or its `step` is not a whole number; the place is file and line.
     """
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    records: list[MetricsRecord] = []
-    for number, line in enumerate(lines, start=1):
-        is_cut_candidate = number == len(lines)
-        if is_cut_candidate and not line:
-            break
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        elif not is_cut_candidate:
+    records = read_json_lines(path)
+    for number, record in enumerate(records, start=1):  # every line before the last is a record
+        step = record.get("step")
+        if not isinstance(step, int) or isinstance(step, bool):
             raise DataError(
-                f"this line is not a JSON object: {line[:60].decode('utf-8', errors='replace')!r}",
+                f"`step` of this line is not a whole number: {step!r:.60}" if "step" in record else "no `step` here",
                 place=f"{path}:{number}",
                 remedy="Remove or mend the line; the run's checkpoints and artifacts do not depend on it.",
             )

@@ -2,45 +2,52 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.run.atomic import write_bytes
 from finetune.run.series import extract_series, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_GIB = 1 / 1024**3
 _PANELS = (
+    ("real_tokens_per_second", "real tokens per second", 1.0),
+    ("peak_memory_bytes", "peak GPU memory, GiB", _GIB),
     ("learning_rate", "learning rate", 1.0),
     ("grad_norm", "gradient norm", 1.0),
-    ("real_tokens_per_second", "tokens/s", 1.0),
 )
 _BLUE, _ORANGE, _GRAY = "#2459c4", "#c2570c", "#8a94a6"
 
 
 def write_curves_png(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws loss, learning rate, gradient norm and rate over the steps into `path`.
+    """Draws loss, rate, memory, learning rate and gradient norm over the steps into `path`, in one step.
 
-    Matplotlib's object interface with the Agg canvas is used, which needs no display and leaves pyplot's state alone.
+    A run without a GPU shows the memory of its process. Matplotlib's object interface with the Agg canvas is used,
+    which needs no display and leaves pyplot's state alone.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 6.5), dpi=130, layout="constrained")
+    figure = Figure(figsize=(11, 8.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 2)
-    _draw_loss(axes[0][0], metrics)
-    for axis, (key, title, scale) in zip((axes[0][1], axes[1][0], axes[1][1]), _PANELS, strict=True):
+    grid = figure.add_gridspec(3, 2)
+    _draw_loss(figure.add_subplot(grid[0, :]), metrics)
+    for index, (key, title, scale) in enumerate(_PANELS):
+        if key == "peak_memory_bytes" and not any(record.get(key) for record in metrics):
+            key, title = "host_memory_bytes", "memory of the process, GiB"
         series = extract_series(metrics, kind="train", key=key, scale=scale)
+        axis = figure.add_subplot(grid[1 + index // 2, index % 2])
         axis.plot(series.steps, series.values, color=_BLUE, linewidth=1.6)
+        if series.values:
+            axis.set_ylim(bottom=0)
         _dress(axis, title)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        figure.savefig(temporary, format="png")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write_bytes(path, picture.getvalue())
 
 
 def _draw_loss(axis: Axes, metrics: Sequence[Mapping[str, Any]]) -> None:
@@ -48,12 +55,12 @@ def _draw_loss(axis: Axes, metrics: Sequence[Mapping[str, Any]]) -> None:
     held_out = extract_series(metrics, kind="eval", key="eval_loss")
     if len(train):
         axis.plot(train.steps, train.values, color=_BLUE, linewidth=0.9, alpha=0.35)
-        axis.plot(train.steps, smooth(train.values, weight=0.8), color=_BLUE, linewidth=1.8, label="training")
+        axis.plot(train.steps, smooth(train.values), color=_BLUE, linewidth=1.8, label="training")
     if len(held_out):
-        axis.plot(held_out.steps, held_out.values, color=_ORANGE, marker="o", markersize=4, label="held out")
+        axis.plot(held_out.steps, held_out.values, "o", color=_ORANGE, linestyle=":", markersize=5, label="held out")
     if len(train) or len(held_out):
         axis.legend(frameon=False, fontsize=9)
-    _dress(axis, "loss")
+    _dress(axis, "loss per learned token")
 
 
 def _dress(axis: Axes, title: str) -> None:

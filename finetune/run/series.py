@@ -49,14 +49,17 @@ def extract_series(records: Sequence[Mapping[str, Any]], *, kind: str, key: str,
     )
 
 
-def smooth(values: Sequence[float], *, weight: float) -> list[float]:
-    """Returns the exponential mean of `values`, corrected so that its start is not drawn towards zero."""
+def smooth(values: Sequence[float]) -> list[float]:
+    """Returns the mean of each value and its neighbours, a fiftieth of the curve on both sides and fewer at its ends.
+
+    Unlike an exponential mean it does not lag behind a curve that falls.
+    """
+    reach = max(1, len(values) // 50)
+    sums = [0.0, *itertools.accumulate(values)]
     smoothed: list[float] = []
-    total, norm = 0.0, 0.0
-    for value in values:
-        total = weight * total + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
-        smoothed.append(total / norm)
+    for index in range(len(values)):
+        side = min(reach, index, len(values) - 1 - index)
+        smoothed.append((sums[index + side + 1] - sums[index - side]) / (2 * side + 1))
     return smoothed
 
 

@@ -8,14 +8,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 
 from finetune.data.collate import RowCollator
 from finetune.model.adapter import add_adapter
+from finetune.model.earlier import load_earlier_adapter
 from finetune.model.load import load_model, vocabulary_rows
-from finetune.recipe.schema import Recipe
+from finetune.model.new_tokens import add_rows
+from finetune.recipe.schema import LoraAdapter, Recipe
 from finetune.run.folder import RunFolder
 from finetune.trainer.callbacks.log_on_time import LogOnTimeCallback
 from finetune.trainer.checks import Check, check_documents_are_separate
@@ -23,6 +26,7 @@ from finetune.trainer.ending import Ending
 from finetune.trainer.prepare import Prepared
 from finetune.trainer.schedule import learning_rate_factor
 from finetune.trainer.sft import SftTrainer
+from finetune.trainer.trackers import PROJECT
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw_8bit": "paged_adamw_8bit"}
 
@@ -39,10 +43,19 @@ def build_model(recipe: Recipe, prepared: Prepared, *, say: Callable[[str], None
     """
     begun = time.perf_counter()
     base = load_model(prepared.model, seed=recipe.training.seed, say=say)
-    model = add_adapter(base, recipe.adapter, targets=prepared.targets)
+    if prepared.new_tokens is not None:
+        add_rows(base, prepared.new_tokens)
+    model = add_adapter(base, recipe.adapter, targets=prepared.targets, new_tokens=prepared.new_tokens)
+    if isinstance(recipe.adapter, LoraAdapter) and recipe.adapter.continue_from is not None:
+        assert isinstance(model, PeftModel)
+        load_earlier_adapter(model, recipe.adapter.continue_from)
     ending.timings["load_seconds"] = time.perf_counter() - begun
     if recipe.data.packing:
-        ending.checks.append(check_documents_are_separate(model, num_rows=vocabulary_rows(base)))
+        ending.checks.append(
+            check_documents_are_separate(
+                model, num_rows=vocabulary_rows(base), is_int8=recipe.model.quantization == "int8"
+            )
+        )
     else:
         detail = "not packed: one document a row"
         ending.checks.append(Check("packed documents do not see each other", None, detail))
@@ -50,7 +63,12 @@ def build_model(recipe: Recipe, prepared: Prepared, *, say: Callable[[str], None
 
 
 def build_trainer(
-    recipe: Recipe, prepared: Prepared, *, model: nn.Module, run: RunFolder, callbacks: list[TrainerCallback]
+    recipe: Recipe,
+    prepared: Prepared,
+    *,
+    model: nn.Module,
+    run: RunFolder,
+    callbacks: list[TrainerCallback],
 ) -> SftTrainer:
     """Builds the trainer of `model`; its checkpoints, and the batch of a loss that is not finite, go into `run`."""
     row_length = recipe.data.max_length if recipe.data.packing else None
@@ -63,6 +81,7 @@ def build_trainer(
         callbacks=[*callbacks, LogOnTimeCallback()],  # last: it looks at what the others asked for
     )
     trainer.learning_rate_factor = partial(learning_rate_factor, schedule=recipe.training.schedule, plan=prepared.steps)
+    trainer.loraplus_ratio = recipe.adapter.loraplus_ratio if isinstance(recipe.adapter, LoraAdapter) else None
     trainer.remove_callback(PrinterCallback)  # transformers' own progress lines; ours replace them
     return trainer
 
@@ -98,7 +117,9 @@ def _arguments(recipe: Recipe, prepared: Prepared, *, output_dir: Path) -> SFTCo
         logging_strategy="steps",
         logging_steps=output.log_every_steps,
         logging_nan_inf_filter=False,  # a loss that is not finite is to be seen, not averaged away
-        report_to="none",
+        report_to="none",  # trackers come as callbacks of ours, so that their failure does not end the run
+        run_name=output_dir.parent.name,
+        project=PROJECT,
         disable_tqdm=True,
         remove_unused_columns=False,
         packing=False,  # rows come packed

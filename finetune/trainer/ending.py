@@ -10,6 +10,8 @@ from finetune.trainer.checks import Check
 from finetune.trainer.measurement import Measurement
 from finetune.trainer.meter import Meter
 
+NOT_WORSE = "the result is no worse than before training"
+
 
 @dataclass
 class Ending:
@@ -25,8 +27,22 @@ class Ending:
     after: Measurement | None = None
     checks: list[Check] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
-    artifacts: list[dict[str, object]] = field(default_factory=list)
+    result: dict[str, Any] = field(default_factory=dict)
+    """What `result.json` holds; empty until there is a result."""
+    stopped_early: str = ""
+    """Why the run ended before all of its steps, where the recipe asked for that."""
     report: dict[str, Any] = field(default_factory=dict)
+
+    def compare_with_before(self) -> None:
+        """Adds a check where the held-out loss of what is delivered is above that of the model before training.
+
+        The best weights too can be worse: the evaluation before the first step is none of theirs.
+        """
+        before, after = (part.loss if part is not None else None for part in (self.before, self.after))
+        if before is not None and after is not None and after > before:
+            weights = f"the {self.result['delivered']} weights" if self.result else "the weights"
+            detail = f"{weights} are worse than before training: held-out loss {before:.4f} -> {after:.4f}"
+            self.checks.append(Check(NOT_WORSE, False, detail))
 
     def note_training(self, meter: Meter, *, first_step_at: float | None) -> None:
         """Takes over the time of the steps; `first_step_at` is the clock at the end of the first one."""

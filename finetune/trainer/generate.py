@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from finetune.trainer.memory import halved_when_out_of_memory, random_state_kept
+
 MAX_BATCH_TOKENS = 16_384
 """Prompt and answer slots of one batch, which bounds the key-value cache."""
 MAX_BATCH_PROMPTS = 64
@@ -27,6 +29,7 @@ class Generator:
         max_new_tokens: longest answer.
         max_positions: where the model's positions end; answers end there too.
         autocast: makes the context that training's forward runs in.
+        say: is told when memory does not suffice for a batch.
     """
 
     model: nn.Module
@@ -36,17 +39,34 @@ class Generator:
     max_new_tokens: int
     max_positions: int | None = None
     autocast: Callable[[], AbstractContextManager[None, bool | None]] = nullcontext
+    say: Callable[[str], None] = lambda text: None
 
     @torch.no_grad()
     def answer(self, prompts: Sequence[NDArray[np.int32]]) -> list[str]:
-        """Returns the answer's text for each prompt (int32 `[T]`), in order, without the stop token."""
+        """Returns the answer's text for each prompt (int32 `[T]`), in order, without the stop token.
+
+        Training goes on afterwards as if nothing had been generated: mode and random state are put back.
+        """
         answers = [""] * len(prompts)
-        with _generation_mode(self.model):
+        with _generation_mode(self.model), random_state_kept(next(self.model.parameters()).device):
             for batch in _batches([len(prompt) + self.max_new_tokens for prompt in prompts]):
-                texts = self._answer_batch([prompts[index] for index in batch])
+                texts = self._answer_in_parts([prompts[index] for index in batch])
                 for index, text in zip(batch, texts, strict=True):
                     answers[index] = text
         return answers
+
+    def _answer_in_parts(self, prompts: list[NDArray[np.int32]]) -> list[str]:
+        """Answers a batch, in parts where memory does not suffice for the whole."""
+
+        def answer(size: int) -> list[str]:
+            parts = (prompts[start : start + size] for start in range(0, len(prompts), size))
+            return [text for part in parts for text in self._answer_batch(part)]
+
+        return halved_when_out_of_memory(
+            answer,
+            len(prompts),
+            say=lambda size: self.say(f"generation ran out of memory; going on with {size} prompts at a time"),
+        )
 
     def _answer_batch(self, prompts: list[NDArray[np.int32]]) -> list[str]:
         device = next(self.model.parameters()).device

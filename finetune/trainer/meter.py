@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -66,3 +68,9 @@ class Meter:
         self.real_tokens = int(state["real_tokens"])
         self.slots = int(state["slots"])
         self.elapsed_seconds = float(state["elapsed_seconds"])
+
+
+def resident_bytes() -> int:
+    """Returns the host memory that this process holds now."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

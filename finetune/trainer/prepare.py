@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.build import Dataset, build_dataset, plan_rows
+from finetune.data.references import render_prompts
 from finetune.data.rows import RowDataset
 from finetune.data.store import SampleStore
 from finetune.data.types import PromptReference
 from finetune.errors import RecipeError
-from finetune.model.adapter import AdapterTargets, add_adapter, choose_targets
+from finetune.model.adapter import add_adapter
 from finetune.model.config import ModelPlan, plan_model
+from finetune.model.earlier import check_earlier_adapter
+from finetune.model.earlier_tokens import check_earlier_tokens
 from finetune.model.load import choose_pad_token, vocabulary_rows
+from finetune.model.new_tokens import NewTokens, plan_new_tokens
 from finetune.model.positions import position_limit
+from finetune.model.targets import AdapterTargets, choose_targets
 from finetune.model.tokenizer import load_tokenizer
 from finetune.model.trainable import TrainableTable, trainable_table
 from finetune.recipe.schema import DataSection, LoraAdapter, Recipe
@@ -33,6 +41,7 @@ class Prepared:
 
     model: ModelPlan
     targets: AdapterTargets | None
+    new_tokens: NewTokens | None
     table: TrainableTable
     tokenizer: PreTrainedTokenizerBase
     pad_token_id: int
@@ -42,6 +51,10 @@ class Prepared:
     steps: StepPlan
     held_out: HeldOut
     is_packed: bool
+    keeps_best: bool
+    """Whether there are evaluations during training, of which the best weights are kept."""
+    delivers: Literal["best", "last"]
+    """Which weights are the result."""
 
     def plan_dict(self) -> dict[str, object]:
         """The plan as the report and `--json` show it."""
@@ -52,6 +65,8 @@ class Prepared:
             "device": str(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "attention": self.model.attention,
+            "vocabulary_rows": vocabulary_rows(self.model.skeleton),
+            "new_token_ids": list(self.new_tokens.ids) if self.new_tokens is not None else [],
             "samples": len(self.dataset.train),
             "rows": len(train),
             "row_length_tokens": train.max_length,
@@ -60,6 +75,7 @@ class Prepared:
             "eval_samples": len(self.dataset.eval) if self.dataset.eval is not None else 0,
             **self.steps.as_dict(),
             "checkpoint_bytes": self.table.checkpoint_bytes,
+            "delivers": self.delivers,
             "date_in_template": self.dataset.date,
             "hub_commits": self.dataset.hub_commits,
         }
@@ -98,19 +114,23 @@ class Prepared:
         }
 
 
-def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
+def prepare(recipe: Recipe, *, say: Callable[[str], None], warn: Callable[[str], None] | None = None) -> Prepared:
     """Settles the run. Reads the config, the tokenizer and the data, but no weights; writes nothing but the
     tokenized data's cache.
+
+    Args:
+        say: prints a line.
+        warn: prints a warning; None takes `say`.
 
     Raises:
         FinetuneError: whatever of model, data or recipe does not hold; each names its place and remedy.
     """
     plan = plan_model(recipe.model, packing=recipe.data.packing)
     _require_positions(recipe.data, plan)
-    targets = choose_targets(plan.skeleton, recipe.adapter) if isinstance(recipe.adapter, LoraAdapter) else None
     tokenizer = load_tokenizer(recipe.model)
+    new_tokens = plan_new_tokens(recipe.model, tokenizer, plan.skeleton)
     num_rows = vocabulary_rows(plan.skeleton)
-    table = trainable_table(add_adapter(plan.skeleton, recipe.adapter, targets=targets))
+    targets, table = _plan_trained(recipe, plan, new_tokens, tokenizer=tokenizer, warn=warn or say)
     _require_room(recipe, table)
     dataset = build_dataset(
         recipe.data,
@@ -128,6 +148,7 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
     return Prepared(
         model=plan,
         targets=targets,
+        new_tokens=new_tokens,
         table=table,
         tokenizer=tokenizer,
         pad_token_id=choose_pad_token(tokenizer, num_rows=num_rows),
@@ -135,9 +156,67 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None]) -> Prepared:
         train_rows=train_rows,
         eval_rows=eval_rows,
         steps=plan_steps(recipe.training, num_rows=len(train_rows)),
-        held_out=HeldOut.of(recipe.evaluation, _usable(dataset.references, recipe.data.max_length, say=say)),
+        held_out=HeldOut.of(
+            recipe.evaluation,
+            _usable(dataset.references, recipe.data.max_length, say=say),
+            _own_prompts(recipe, tokenizer, date=dataset.date),
+        ),
+        keeps_best=recipe.evaluation.every_steps is not None,
+        delivers=_delivers(recipe),
         is_packed=recipe.data.packing,
     )
+
+
+def _delivers(recipe: Recipe) -> Literal["best", "last"]:
+    """Which weights are the result: `auto` takes the best of a run that may be stopped for not getting better."""
+    if recipe.output.deliver != "auto":
+        return recipe.output.deliver
+    return "best" if recipe.evaluation.early_stopping is not None else "last"
+
+
+def _own_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, date: str | None) -> list[PromptReference]:
+    """Renders the user's prompts, on the date that the training data are rendered on."""
+    day = None if date is None else datetime.date.fromisoformat(date)
+    prompts = render_prompts(recipe.evaluation.prompts, tokenizer=tokenizer, date=day)
+    for number, prompt in enumerate(prompts, start=1):
+        if len(prompt.prompt_ids) >= recipe.data.max_length:
+            raise RecipeError(
+                f"prompt {number} has {len(prompt.prompt_ids)} tokens, which leaves no room for an answer in a row of "
+                f"{recipe.data.max_length}",
+                place="evaluation.prompts",
+                remedy="Shorten it, or raise data.max_length.",
+            )
+    return prompts
+
+
+def _plan_trained(
+    recipe: Recipe,
+    plan: ModelPlan,
+    new_tokens: NewTokens | None,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    warn: Callable[[str], None],
+) -> tuple[AdapterTargets | None, TrainableTable]:
+    """Puts the adapter onto the skeleton: returns its targets (None in full fine-tuning) and the table of all that is
+    trained."""
+    adapter = recipe.adapter
+    if not isinstance(adapter, LoraAdapter):
+        return None, trainable_table(plan.skeleton)
+    if adapter.dora and recipe.model.quantization == "int8" and plan.device.type == "cpu":
+        # PEFT 0.21 puts a new int8 weight without its scales in place after each DoRA product on the CPU.
+        raise RecipeError(
+            "adapter.dora is true, but PEFT cannot train DoRA over int8 weights on the CPU",
+            place="adapter.dora",
+            remedy="Set adapter.dora=false, model.quantization=nf4, or train on a CUDA device.",
+        )
+    targets = choose_targets(plan.skeleton, adapter, is_quantized=recipe.model.quantization != "none")
+    skeleton = add_adapter(plan.skeleton, adapter, targets=targets, new_tokens=new_tokens)
+    if adapter.continue_from is not None and isinstance(skeleton, PeftModel):
+        folder, base_path = adapter.continue_from, recipe.model.path
+        warnings = check_earlier_adapter(skeleton, folder, base_path=base_path, new_tokens=new_tokens)
+        for warning in [*warnings, *check_earlier_tokens(tokenizer, folder, new_tokens=new_tokens)]:
+            warn(warning)
+    return targets, trainable_table(skeleton)
 
 
 def _usable(
@@ -163,8 +242,10 @@ def _require_positions(data: DataSection, plan: ModelPlan) -> None:
 
 
 def _require_room(recipe: Recipe, table: TrainableTable) -> None:
-    """Checkpoints that exist at once (one more than are kept, while an old one goes) and the result."""
-    needed = (recipe.output.keep_checkpoints + 1) * table.checkpoint_bytes + table.trainable_bytes
+    """Checkpoints that exist at once (one more than are kept, while an old one goes), the result, and the best weights
+    (two of them while new ones replace the old)."""
+    num_results = 1 if recipe.evaluation.every_steps is None else 3
+    needed = (recipe.output.keep_checkpoints + 1) * table.checkpoint_bytes + num_results * table.saved_bytes
     require_disk_space(Path(recipe.output.dir), needed_bytes=needed, purpose="checkpoints and the result")
 
 

@@ -1,8 +1,8 @@
 """Supervised fine-tuning: a thin subclass of TRL's trainer.
 
 What it changes: rows come packed from our own data layer; the loss is normalised over all supervised tokens of a step,
-each with its weight; evaluation uses the same sum and divisor; real tokens are counted; a loss that is not finite stops
-the run.
+each with its weight; evaluation uses the same sum and divisor and leaves the random state alone; real tokens are
+counted; a loss that is not finite stops the run.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
+from peft import PeftModel
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -29,15 +30,16 @@ from finetune.data.collate import RowCollator
 from finetune.data.loss_weights import SMALLEST_WEIGHT
 from finetune.data.rows import RowDataset
 from finetune.errors import GateStopped
-from finetune.run.checkpoints import checkpoint_step, scan_checkpoints
-from finetune.trainer.meter import Meter, MicroBatchRecord
+from finetune.run.checkpoints import checkpoint_step, what_is_left
+from finetune.trainer.memory import halved_when_out_of_memory, random_state_kept
+from finetune.trainer.meter import Meter, MicroBatchRecord, resident_bytes
+from finetune.trainer.optimizer import apply_loraplus
+from finetune.trainer.saved_config import settings_as, training_settings
+from finetune.trainer.skipped_steps import SkippedSteps
 
 METER_FILE = "meter.json"
 HOST_KEYS = ("num_real_tokens", "num_supervised_tokens", "sum_of_weights", "rows")
 MODEL_KEYS = ("input_ids", "labels", "position_ids")
-MAX_SKIPPED_IN_A_ROW = 10
-"""fp16 steps left out in a row before the run is stopped: each halves the loss scale, from 65,536 at first."""
-CHANGED_FOR_TRAINING = ("use_cache", "output_router_logits", "router_aux_loss_coef")
 
 
 class SftTrainer(SFTTrainer):
@@ -63,7 +65,7 @@ class SftTrainer(SFTTrainer):
         callbacks: list[TrainerCallback],
     ) -> None:
         adapters = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
-        self._config_as_loaded = _training_settings(model)
+        self._config_as_loaded = training_settings(model)
         super().__init__(
             model=model,  # pyright: ignore[reportArgumentType] - a PeftModel is not a PreTrainedModel to the checker
             args=args,
@@ -84,13 +86,15 @@ class SftTrainer(SFTTrainer):
         self._rows_collator = collator
         self._has_weights = len(rows[0].store.weight_runs) > 0
         self._aux_losses: list[torch.Tensor] = []
+        self.held_out_seconds = 0.0
+        """Time spent on held-out losses."""
         self._evaluated: dict[str, float] = {}
         self._evaluated_step = -1
         self._logged_step = 0
         self.learning_rate_factor: Callable[[int], float] = lambda step: 1.0
-        self._skipped_steps = 0
-        self._skipped_in_a_row = 0
-        self._loss_scale = math.inf
+        self.loraplus_ratio: float | None = None
+        self.say: Callable[[str], None] = lambda text: None
+        self._skipped_steps = SkippedSteps()
 
     @property
     def trained(self) -> nn.Module:
@@ -98,17 +102,46 @@ class SftTrainer(SFTTrainer):
         assert self.model is not None
         return self.model
 
-    def train_from(self, checkpoint: Path | None) -> None:
+    def train_from(self, checkpoint: Path | None, *, is_over: bool = False) -> None:
         """Trains from the beginning, or on from a checkpoint; one that holds the last step is only loaded, since
-        transformers would take a step more before it looks at how many were asked for."""
+        transformers would take a step more before it looks at how many were asked for.
+
+        Args:
+            is_over: the checkpoint is of the step that training was stopped early at.
+        """
         step = checkpoint_step(checkpoint) if checkpoint else None
         if checkpoint is None or step is None:
             self.train()
-        elif step < self.args.max_steps:
+        elif step < self.args.max_steps and not is_over:
             self.train(resume_from_checkpoint=str(checkpoint))
         else:
             self._load_from_checkpoint(str(checkpoint))
             self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+
+    def load_weights(self, folder: Path) -> None:
+        """Takes over the weights that `save_pretrained` wrote into `folder`; the optimizer and the counts stay."""
+        if isinstance(self.trained, PeftModel):
+            super()._load_from_checkpoint(str(folder))
+        else:
+            # transformers (5.17 to 5.24) puts the saved tensors into the model by name and passes over those that do
+            # not fit; a mixture of experts is saved under other names than it has, so its experts would be left out.
+            model: Any = self.trained
+            saved = type(model).from_pretrained(folder, dtype=model.dtype)
+            model.load_state_dict(saved.state_dict())
+        self._evaluated_step = -1
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Makes the optimizer; with a `loraplus_ratio` the B matrices of the adapters get a rate of their own."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and self.loraplus_ratio is not None:
+            apply_loraplus(optimizer, self.trained, ratio=self.loraplus_ratio)
+        return optimizer
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Returns what weight decay applies to: no bias and no vector, such as a norm or a magnitude of DoRA."""
+        vectors = {name for name, parameter in model.named_parameters() if parameter.ndim < 2}
+        return [name for name in super().get_decay_parameter_names(model) if name not in vectors]
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -214,11 +247,36 @@ class SftTrainer(SFTTrainer):
             self._evaluated, self._evaluated_step = self._compute_held_out_loss(), step
         return self._evaluated
 
-    @torch.no_grad()
     def _compute_held_out_loss(self) -> dict[str, float]:
         started = time.perf_counter()
         was_training = self.trained.training
         self.trained.eval()
+        with random_state_kept(self.args.device):
+            total, num_tokens, sum_of_weights = halved_when_out_of_memory(
+                self._held_out_sum,
+                self.args.per_device_eval_batch_size,
+                say=lambda size: self.say(
+                    f"evaluation ran out of memory with {2 * size} rows a batch; going on with {size}"
+                ),
+            )
+        self.trained.train(was_training)
+        loss = total / (sum_of_weights or 1.0)
+        if not math.isfinite(loss):
+            raise GateStopped(
+                f"the held-out loss is {loss} after step {self.state.global_step}",
+                place=str(self.failure_dir),
+                remedy="Lower training.learning_rate, or use bf16 in place of fp16. "
+                + what_is_left(Path(str(self.args.output_dir))),
+            )
+        seconds = time.perf_counter() - started
+        self.held_out_seconds += seconds
+        return {"loss": loss, "tokens": num_tokens, "seconds": seconds}
+
+    @torch.no_grad()
+    def _held_out_sum(self, batch_size: int) -> tuple[float, int, float]:
+        """Weighted cross entropy summed over the held-out rows, their supervised tokens, and the sum of the weights;
+        `batch_size` rows at a time."""
+        self.args.per_device_eval_batch_size = batch_size  # also for the evaluations to come
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         num_tokens, sum_of_weights = 0, 0.0
         with self.accelerator.autocast():
@@ -227,15 +285,7 @@ class SftTrainer(SFTTrainer):
                 sum_of_weights += inputs["sum_of_weights"]
                 loss_sum, _ = self._loss_sum(self.trained, self._prepare_inputs(inputs))
                 total += loss_sum
-        self.trained.train(was_training)
-        loss = total.item() / (sum_of_weights or 1.0)
-        if not math.isfinite(loss):
-            raise GateStopped(
-                f"the held-out loss is {loss} after step {self.state.global_step}",
-                place=str(self.failure_dir),
-                remedy=f"Lower training.learning_rate, or use bf16 in place of fp16. {self._what_is_left()}",
-            )
-        return {"loss": loss, "tokens": num_tokens, "seconds": time.perf_counter() - started}
+        return total.item(), num_tokens, sum_of_weights
 
     # --- metrics and checkpoints
 
@@ -245,7 +295,9 @@ class SftTrainer(SFTTrainer):
             self._stop_unless_finite(logs)
             logs = logs | self._training_figures()
             if self.args.fp16:
-                logs["skipped_steps"] = self._skipped_steps
+                logs["skipped_steps"] = self._skipped_steps.count
+            if self.loraplus_ratio is not None:
+                logs["learning_rate_lora_b"] = logs["learning_rate"] * self.loraplus_ratio
         Trainer.log(self, logs, start_time)
 
     def _training_figures(self) -> dict[str, float]:
@@ -258,7 +310,10 @@ class SftTrainer(SFTTrainer):
             "slots": self.meter.slots,
             "real_tokens_per_second": tokens / seconds if seconds else 0.0,
             "step_seconds": seconds / steps,
+            # PyTorch's own counts, which do not wait for the device.
+            "memory_bytes": torch.cuda.memory_allocated() if on_cuda else 0,
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_cuda else 0,
+            "host_memory_bytes": resident_bytes(),
             "elapsed_seconds": self.meter.elapsed_seconds,
         }
         if self._aux_losses:
@@ -268,17 +323,8 @@ class SftTrainer(SFTTrainer):
 
     def _stop_unless_finite(self, logs: dict[str, float]) -> None:
         grad_norm = logs.get("grad_norm", 0.0)
-        is_finite = math.isfinite(logs["loss"])
-        if is_finite and math.isfinite(grad_norm):
-            self._skipped_in_a_row = 0
-            self._loss_scale_fell()
+        if self._skipped_steps.explain(self.accelerator.scaler, loss=logs["loss"], grad_norm=grad_norm):
             return
-        if is_finite and self._loss_scale_fell():
-            # fp16's loss scale grows until a gradient overflows; that step is left out and the scale halved.
-            self._skipped_steps += 1
-            self._skipped_in_a_row += 1
-            if self._skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
-                return
         record = self.meter.first_not_finite()
         what = "the loss" if record is not None else "the gradient"
         record = record or self.meter.pending[-1]
@@ -288,25 +334,8 @@ class SftTrainer(SFTTrainer):
             f"the batch (rows {record.rows}) was saved",
             place=str(path),
             remedy="Lower training.learning_rate, look at these rows, or use model.dtype=bf16 in place of fp16. "
-            + self._what_is_left(),
+            + what_is_left(Path(str(self.args.output_dir))),
         )
-
-    def _loss_scale_fell(self) -> bool:
-        """Says whether fp16's loss scale is lower than when it was last asked for: the sign of a step left out.
-
-        accelerate's own flag misses it for fused optimizers, which leave the step out themselves.
-        """
-        scaler = self.accelerator.scaler
-        if scaler is None:
-            return False
-        before, self._loss_scale = self._loss_scale, scaler.get_scale()
-        return self._loss_scale < before
-
-    def _what_is_left(self) -> str:
-        """Says which checkpoint a stopped run leaves; each was looked at before it was written."""
-        latest = scan_checkpoints(Path(str(self.args.output_dir))).latest
-        left = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
-        return f"No result was written; {left}."
 
     def _save_failed_batch(self, record: MicroBatchRecord) -> Path:
         """Saves a micro-batch as `failed_batch_step_<n>.npz` (`rows` [R]; the batch's tensors [R, L])."""
@@ -316,22 +345,26 @@ class SftTrainer(SFTTrainer):
         np.savez_compressed(path, allow_pickle=False, rows=np.array(record.rows), **arrays)
         return path
 
-    @contextmanager
-    def config_as_loaded(self) -> Iterator[None]:
-        """Puts the config back as it was loaded while the model is saved: with training's router logits and without
-        a cache, a saved model would fail in a plain batched `generate`, or be slow in it."""
-        config = _text_config(self.trained)
-        in_training = _training_settings(self.trained)
-        _set_all(config, self._config_as_loaded)
-        try:
-            yield
-        finally:
-            _set_all(config, in_training)
+    def config_as_loaded(self) -> AbstractContextManager[None]:
+        """Puts the config back as it was loaded while the model is saved."""
+        return settings_as(self.trained, self._config_as_loaded)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model or its adapter, with the config as it was loaded."""
         with self.config_as_loaded():
             super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Saves an adapter without PEFT's look at the base's vocabulary: it would ask the hub, and where new tokens
+        made the embedding longer, add all of it to each checkpoint."""
+        if not isinstance(self.model, PeftModel):
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(output_dir or str(self.args.output_dir))
+        self.model.save_pretrained(str(folder), state_dict=state_dict, save_embedding_layers=False)
+        assert self.processing_class is not None
+        self.processing_class.save_pretrained(folder)
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Writes the checkpoint with our counts beside it; TRL's own adds a model card, which a run folder is not."""
@@ -340,25 +373,10 @@ class SftTrainer(SFTTrainer):
         (folder / METER_FILE).write_text(json.dumps(self.meter.state_dict()), encoding="utf-8")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.load_weights(Path(resume_from_checkpoint))
         state = (Path(resume_from_checkpoint) / METER_FILE).read_text(encoding="utf-8")
         self.meter.load_state_dict(json.loads(state))
         self._logged_step = int(Path(resume_from_checkpoint).name.rpartition("-")[2])
-
-
-def _text_config(model: nn.Module) -> Any:
-    return model.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-
-
-def _training_settings(model: nn.Module) -> dict[str, Any]:
-    """The config's values that TRL and transformers change for training, where the architecture has them."""
-    config = _text_config(model)
-    return {name: getattr(config, name) for name in CHANGED_FOR_TRAINING if hasattr(config, name)}
-
-
-def _set_all(config: Any, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(config, name, value)
 
 
 def _stand_in(rows: RowDataset) -> datasets.Dataset:

@@ -5,30 +5,33 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from peft import PeftModel
-from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from finetune.console import Console, plural
-from finetune.errors import FinetuneError, GateStopped, Interrupted
+from finetune.errors import FinetuneError, GateStopped, Interrupted, RecipeError
 from finetune.model.quantize import unquantized_bytes
 from finetune.recipe.schema import Recipe
 from finetune.run.atomic import write_json, write_text
 from finetune.run.folder import RunFolder, Status
 from finetune.run.html import render_html
-from finetune.run.metrics import read_metrics
+from finetune.run.metrics import read_metrics, run_folder_gone
 from finetune.run.plots import write_curves_png
 from finetune.run.report import ReportInputs, build_report
-from finetune.trainer.ending import Ending
+from finetune.run.samples import read_samples
+from finetune.run.spoken import last_question, without_control_tokens
+from finetune.trainer.callbacks.interrupt import signals_ignored
+from finetune.trainer.ending import NOT_WORSE, Ending
+from finetune.trainer.evaluation import one_line
 from finetune.trainer.prepare import Prepared
+from finetune.trainer.result import artifacts_of
 
+SAMPLE_CHARACTERS = 160
 FEW_STEPS = 10
 """Runs of fewer steps are warned of: packing turns a small data set into a handful of rows."""
 
@@ -36,27 +39,33 @@ FEW_STEPS = 10
 def show_plan(console: Console, prepared: Prepared) -> None:
     """Prints what is about to be trained, on what, for how long."""
     model, train, steps, table = prepared.model, prepared.train_rows.plan, prepared.steps, prepared.table
-    console.line(
+    console.prose(
         f"model   {type(model.skeleton).__name__}, {_count(table.num_base)} weights, "
         f"{str(model.dtype).removeprefix('torch.')}, quantization {model.section.quantization}, "
         f"attention {model.attention}, on {model.device}"
     )
-    for line in prepared.dataset.ledger.summary_lines():
+    counts, *others = prepared.dataset.ledger.summary_lines()
+    console.prose(f"data    {counts}")
+    for line in others:  # with paths, which stay whole
         console.line(f"data    {line}")
     for check in prepared.dataset.gate.warnings:
         console.warning(f"data: {check.line()}")
-    console.line(
+    if prepared.new_tokens is not None:
+        console.line(f"tokens  {prepared.new_tokens.line()}")
+    console.prose(
         f"rows    {len(train):,} of {train.max_length:,} tokens: {train.num_tokens:,} real, {train.fill:.2%} filled, "
         f"{train.num_pad_tokens:,} padding"
         if prepared.is_packed
         else f"rows    {len(train):,}, one sample each: {plural(train.num_tokens, 'real token')}"
     )
-    console.line(
+    console.prose(
         f"steps   {steps.total_steps:,} of {plural(steps.rows_per_step, 'row')} "
         f"({plural(steps.micro_batches_per_step, 'micro-batch')} of {steps.rows_per_micro_batch}), "
         f"{steps.warmup_steps} of them warm-up"
     )
-    console.line(
+    if prepared.delivers == "best":
+        console.prose("result  the weights of the lowest held-out loss; the last ones are kept beside them")
+    console.prose(
         f"trained {table.num_trainable:,} weights beside {table.num_frozen:,} frozen ones ({table.share:.3%} of all), "
         f"{table.checkpoint_bytes / 2**20:,.1f} MiB a checkpoint"
     )
@@ -65,13 +74,15 @@ def show_plan(console: Console, prepared: Prepared) -> None:
             f"only {plural(steps.total_steps, 'step')}, too few to learn much: the data make "
             f"{plural(len(train), 'row')}. Lower training.rows_per_step or raise training.epochs."
         )
-    if model.section.quantization == "nf4" and (left := unquantized_bytes(model.skeleton)):
+    if model.section.quantization != "none" and (left := unquantized_bytes(model.skeleton)):
         console.warning(
-            f"nf4 covers linear layers only: the experts' weights stay as they are ({left / 2**30:.2f} GiB)."
+            f"{model.section.quantization} covers linear layers only: the experts' weights stay as they are "
+            f"({left / 2**30:.2f} GiB)."
         )
-    if prepared.targets is None and model.dtype != torch.float32:
+    in_full = "all weights" if prepared.targets is None else ", ".join(prepared.targets.saved[:3])
+    if in_full and model.dtype != torch.float32:
         console.warning(
-            f"all weights are trained in {str(model.dtype).removeprefix('torch.')}, where small updates round away; "
+            f"{in_full}: trained in {str(model.dtype).removeprefix('torch.')}, where small updates round away; "
             "model.dtype=fp32 keeps them, for twice the memory."
         )
     console.table(
@@ -88,52 +99,50 @@ def show_start(console: Console, prepared: Prepared, checkpoint: Path | None) ->
     console.line(f"{how}: {what}, {plural(prepared.steps.total_steps, 'step')}")
 
 
-def save_result(
-    run: RunFolder, model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, stop_ids: Sequence[int]
-) -> list[dict[str, object]]:
-    """Saves the adapter as a plain PEFT folder, or the whole model, with the tokenizer; returns what was written.
-
-    A whole model's generation config gets `stop_ids`, the tokens that end an answer: a base model that was trained on
-    chat would otherwise go on after its turn.
-    """
-    if isinstance(model, PeftModel):
-        folder, name = run.adapter_dir, "adapter"
-        # "auto" would look at the hub for the base's vocabulary; embeddings are not trained here.
-        model.save_pretrained(str(folder), save_embedding_layers=False)
-        (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card with nothing filled in
-    else:
-        folder, name = run.model_dir, "model"
-        generation: Any = model.generation_config
-        generation.eos_token_id = list(stop_ids)
-        model.save_pretrained(folder)  # pyright: ignore[reportCallIssue] - a PreTrainedModel
-    tokenizer.save_pretrained(folder)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return [{"name": name, "path": str(folder), "bytes": size}]
-
-
 @contextmanager
 def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, started: float) -> Iterator[Ending]:
     """Gives the run's ending to be filled, and writes status and report of it, also where the run fails."""
     ending = Ending(started)
     run.set_status("running")
     try:
+        note_report(run, recipe, prepared, ending)
         yield ending
-        ending.status = "done"
+        ending.status, ending.message = (
+            ("early-stopped", ending.stopped_early) if ending.stopped_early else ("done", "")
+        )
+        ending.compare_with_before()
     except BaseException as error:
         ending.status = _status_of(error)
         ending.message = error.message if isinstance(error, FinetuneError) else type(error).__name__
         try:
             _close(run, recipe, prepared, ending)
-        except OSError as second:  # such as a full disk: the first error is the one to tell
+        except (OSError, FinetuneError) as second:  # such as a full disk: the first error is the one to tell
             error.add_note(f"the report could not be written: {second}")
         raise
     _close(run, recipe, prepared, ending)
 
 
 def _close(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -> None:
-    ending.timings["total_seconds"] = time.perf_counter() - ending.started
-    ending.report = write_report(run, recipe, prepared, ending)
-    run.set_status(ending.status)  # last: a run without its report is not done
+    # A second signal, such as a scheduler sends, would leave the run with the status `running`.
+    with signals_ignored():
+        ending.timings["total_seconds"] = time.perf_counter() - ending.started
+        ending.report = write_report(run, recipe, prepared, ending)
+        run.set_status(ending.status)  # last: a run without its report is not done
+
+
+@contextmanager
+def folder_in_place(run: RunFolder) -> Iterator[None]:
+    """Names the cause where the block fails because the run folder was moved or deleted.
+
+    Raises:
+        EnvironmentProblem: the run's manifest is gone, so a file error, or a note that all is saved, would mislead.
+    """
+    try:
+        yield
+    except (OSError, RecipeError, Interrupted) as error:
+        if run.manifest_path.exists():
+            raise
+        raise run_folder_gone(run.path) from error
 
 
 def _status_of(error: BaseException) -> Status:
@@ -142,42 +151,59 @@ def _status_of(error: BaseException) -> Status:
     return "stopped" if isinstance(error, GateStopped) else "failed"
 
 
+def note_report(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -> None:
+    """Writes report.json of a run that goes on, for `finetune report`: the page of a run need not wait for its end."""
+    write_json(run.report_json, _make_report(run, recipe, prepared, ending, status="running"))
+
+
 def write_report(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -> dict[str, Any]:
     """Writes report.json, report.html and curves.png from what is known now; returns the report."""
-    metrics = read_metrics(run.metrics_path) if run.metrics_path.exists() else []
-    report = build_report(
+    report = _make_report(run, recipe, prepared, ending, status=ending.status)
+    metrics = read_metrics(run.metrics_path)
+    write_json(run.report_json, report)
+    write_text(run.report_html, render_html(report, metrics, answers=read_samples(run.samples_path)))
+    if metrics:
+        write_curves_png(metrics, run.curves_png)
+    return report
+
+
+def _make_report(
+    run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending, *, status: Status
+) -> dict[str, Any]:
+    return build_report(
         ReportInputs(
-            status=ending.status,
+            status=status,
             message=ending.message,
             recipe=recipe.model_dump(mode="json"),
             plan=prepared.plan_dict(),
             trained=prepared.trained_dict(),
             ledgers=prepared.ledgers_dict(),
             environment=_read_environment(run),
-            metrics=metrics,
-            samples=prepared.held_out.samples(ending.before, ending.after),
+            metrics=read_metrics(run.metrics_path),
+            samples=prepared.held_out.samples(ending.before, ending.after, read_samples(run.samples_path)),
             scores=prepared.held_out.score_table(ending.before, ending.after),
             timings=ending.timings,
             checkpoints=[{"path": str(path)} for path in run.scan_checkpoints().complete],
-            artifacts=ending.artifacts,
+            result=ending.result,
+            artifacts=artifacts_of(ending.result) if ending.result else [],
             checks=[
                 *prepared.dataset.gate.check_dicts(),
                 *(check.as_dict() for check in ending.checks),
             ],
         )
     )
-    write_json(run.report_json, report)
-    write_text(run.report_html, render_html(report, metrics))
-    if metrics:
-        write_curves_png(metrics, run.curves_png)
-    return report
 
 
 def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> None:
     """Prints scores and samples before and after, where things are and what to type next."""
     summary = report["summary"]
+    if report["message"]:
+        console.line(report["message"], style="bold")
     if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
         console.line(f"held-out loss {summary['eval_loss_before']:.4f} -> {summary['eval_loss_after']:.4f}")
+    for check in report["checks"]:
+        if check["name"] == NOT_WORSE and not check["ok"]:
+            console.warning(f"{check['detail']}. Lower training.learning_rate, or check that the data are alike.")
     for name, score in report["scores"].items():
         before = "not measured" if score["before"] is None else f"{score['before']:.1%}"
         console.line(
@@ -185,17 +211,28 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
         )
     for sample in report["samples"]:
         console.line()
-        console.line(f"prompt    {_one_line(sample['prompt'])}")
-        if sample["before"] is not None:
-            console.line(f"before    {_one_line(sample['before'])}")
-        console.line(f"after     {_one_line(sample['after'])}")
-        console.line(f"reference {_one_line(sample['reference'])}")
+        console.line(f"prompt    {one_line(last_question(sample['prompt']), limit=SAMPLE_CHARACTERS)}")
+        for name in ("before", "after", "reference"):
+            if sample[name] is not None or name == "after":
+                said = without_control_tokens(sample[name] or "")
+                console.line(f"{name:<9} {one_line(said, limit=SAMPLE_CHARACTERS)}")
     console.line()
     for artifact in report["artifacts"]:
-        console.line(f"{artifact['name']:<10}{_shown(Path(artifact['path']))} ({artifact['bytes'] / 2**20:.1f} MiB)")
+        console.line(
+            f"{artifact['name']:<10}{_shown(Path(artifact['path']))} ({artifact['bytes'] / 2**20:.1f} MiB, "
+            f"{artifact['weights']} weights, step {artifact['step']})"
+        )
     console.line(f"report    {_shown(run.report_html)}")
     console.line(f"metrics   {_shown(run.metrics_path)}")
+    _show_next(console, run, report)
+
+
+def _show_next(console: Console, run: RunFolder, report: Mapping[str, Any]) -> None:
+    """Prints what to do next: after the shipped quick start, how to train on data of one's own."""
     command = _command()
+    if Path(report["recipe"]["model"]["path"]).parts[-2:] != ("quickstart", "base"):
+        console.line(f"next      open the report; `{command} runs` lists this run beside the others")
+        return
     console.line("next      open the report, or train on your own file:")
     console.line(f"          {command} train {_shown(run.recipe_path)} \\")
     console.line("              'data.train=[{path: FILE.jsonl}]' 'data.eval={fraction: 0.1}' \\")
@@ -211,11 +248,6 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return str(number)
-
-
-def _one_line(text: str | None, *, limit: int = 160) -> str:
-    flat = " ".join((text or "").split())
-    return flat if len(flat) <= limit else flat[: limit - 3] + "..."
 
 
 def _command() -> str:

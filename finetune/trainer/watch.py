@@ -1,9 +1,10 @@
-"""Everything that looks on while a run trains: metrics file, live view, checkpoints, Ctrl-C, the first step's time."""
+"""Everything that looks on while a run trains: metrics file, live view, checkpoints, spikes, early stopping, trackers,
+Ctrl-C, the first step's time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +15,18 @@ from finetune.errors import Interrupted
 from finetune.recipe.schema import Recipe
 from finetune.run.checkpoints import checkpoint_step
 from finetune.run.folder import RunFolder
-from finetune.run.metrics import MetricsWriter
+from finetune.run.metrics import MetricsRecord, MetricsWriter, read_metrics
+from finetune.run.samples import LatestSample
+from finetune.trainer.callbacks.after_evaluation import AfterEvaluationCallback
 from finetune.trainer.callbacks.checkpoints import CheckpointsCallback
+from finetune.trainer.callbacks.early_stopping import EarlyStoppingCallback
 from finetune.trainer.callbacks.first_step import FirstStepCallback
 from finetune.trainer.callbacks.interrupt import InterruptCallback
 from finetune.trainer.callbacks.metrics_log import MetricsLogCallback
 from finetune.trainer.callbacks.progress import ProgressCallback
+from finetune.trainer.callbacks.spikes import Limits, SpikesCallback
 from finetune.trainer.sft import SftTrainer
+from finetune.trainer.trackers import make_trackers
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,25 @@ class Watchers:
     callbacks: list[TrainerCallback]
     first_step: FirstStepCallback
     interrupt: InterruptCallback
+    early_stopping: EarlyStoppingCallback | None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the held-out loss has not fallen for as long as the recipe allows."""
+        return self.early_stopping is not None and self.early_stopping.is_over
+
+    def after_evaluations(self, trainer: SftTrainer, *actions: Callable[[int, float], None]) -> None:
+        """Has the actions called, in order, with step and held-out loss after each evaluation of a trained model."""
+        for action in actions:
+            trainer.add_callback(AfterEvaluationCallback(action))
+
+    def early_stop(self, trainer: SftTrainer) -> str:
+        """Returns why the run ended before all of its steps; empty where it did not."""
+        step, total = trainer.state.global_step, trainer.args.max_steps
+        if self.early_stopping is None or not self.is_over or step >= total:
+            return ""
+        count = self.early_stopping.num_without_improvement
+        return f"stopped early after step {step} of {total}: no better held-out loss in {count} evaluations"
 
     def raise_if_interrupted(self, trainer: SftTrainer) -> None:
         """Ends the run where the user asked for it before all of its steps were done.
@@ -52,22 +77,50 @@ class Watchers:
 
 @contextmanager
 def watch(run: RunFolder, recipe: Recipe, checkpoint: Path | None, *, console: Console) -> Iterator[Watchers]:
-    """Opens the metrics file, the live view and the signal handlers, and closes them however the run ends."""
+    """Opens metrics file, live view, signal handlers and trackers, and closes them however the run ends."""
     for passed_over in run.scan_checkpoints().incomplete:
         console.note(f"{passed_over.path} is passed over: {passed_over.reason}")
     interrupt = InterruptCallback(console.note)
     first_step = FirstStepCallback()
     resumed_step = checkpoint_step(checkpoint) if checkpoint else None
-    with (
-        MetricsWriter(run.metrics_path, resumed_step=resumed_step) as metrics,
-        ProgressCallback(console.rich) as progress,
-        interrupt,
-    ):
+    with ExitStack() as stack:
+        metrics = stack.enter_context(MetricsWriter(run.metrics_path, resumed_step=resumed_step))
+        past = read_metrics(run.metrics_path)  # of a continued run; the writer has left out later steps
+        progress = ProgressCallback(
+            console.rich,
+            is_live=console.can_redraw,
+            title=run.path.name,
+            latest_sample=LatestSample(run.samples_path),
+            history=past,
+        )
+        stack.enter_context(progress)
+        stack.enter_context(interrupt)
+        early_stopping = _early_stopping(recipe, past)
+        trackers = make_trackers(recipe.output.trackers, folder=run.path, say=console.warning)
+        for tracker in trackers:
+            stack.callback(tracker.close)
         callbacks: list[TrainerCallback] = [
             CheckpointsCallback(keep=recipe.output.keep_checkpoints),
             MetricsLogCallback(metrics),
+            _spikes(recipe, past, metrics=metrics, console=console),
+            *([early_stopping] if early_stopping else []),
             first_step,
             progress,
+            *trackers,
             interrupt,
         ]
-        yield Watchers(run, callbacks, first_step, interrupt)
+        yield Watchers(run, callbacks, first_step, interrupt, early_stopping)
+
+
+def _early_stopping(recipe: Recipe, past: list[MetricsRecord]) -> EarlyStoppingCallback | None:
+    section = recipe.evaluation.early_stopping
+    if section is None:
+        return None
+    losses = [(record["step"], record["eval_loss"]) for record in past if record.get("kind") == "eval"]
+    return EarlyStoppingCallback(patience=section.patience, min_improvement=section.min_improvement, past=losses)
+
+
+def _spikes(recipe: Recipe, past: list[MetricsRecord], *, metrics: MetricsWriter, console: Console) -> SpikesCallback:
+    limits = Limits(**recipe.training.watch.model_dump())
+    training = [record for record in past if record.get("kind") == "train"]
+    return SpikesCallback(limits, writer=metrics, say=console.warning, past=training)

@@ -293,7 +293,7 @@ def test_ledger_counts_add_up_and_survive_json() -> None:
     assert len(ledger.dropped[0].first_origins) == 5
     assert any("split 1 record into 2 samples" in line for line in ledger.summary_lines())
     assert "  note: keys not used: x: 1 record: a.jsonl:1" in ledger.summary_lines()
-    assert "  note: left out: 4 turns in 2 records: a.jsonl:1, a.jsonl:2" in ledger.summary_lines()
+    assert "  note: left out: 4 turns in 2 records: a.jsonl:1, 2" in ledger.summary_lines()
     assert Ledger.from_dict(ledger.as_dict()) == ledger
     values = ledger.as_dict()
     for key in ("records_kept", "tokens_kept", "tokens_truncated", "samples"):

@@ -30,7 +30,7 @@ def problem(template: str) -> EnvironmentProblem:
         Renderer(tokenizer).render(CONVERSATION, loss_on="assistant")
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
     assert signal.getsignal(signal.SIGALRM) is handler
-    assert "`model.chat_template` where the recipe names one, else that of some/model)" in caught.value.message
+    assert "the chat template of some/model" in caught.value.message
     assert caught.value.remedy
     return caught.value
 

@@ -8,7 +8,8 @@ from tiny import make_config
 from transformers import AutoModelForCausalLM
 
 from finetune.errors import RecipeError
-from finetune.model.adapter import add_adapter, choose_targets
+from finetune.model.adapter import add_adapter
+from finetune.model.targets import choose_targets, names_for_peft
 from finetune.model.trainable import trainable_table
 from finetune.recipe.schema import LoraAdapter
 
@@ -71,9 +72,92 @@ def test_a_target_that_matches_nothing_is_an_error(target: str, nearest: str) ->
     assert nearest in caught.value.remedy
 
 
-def test_dropout_on_experts_is_refused() -> None:
-    with pytest.raises(RecipeError, match="dropout"):
-        choose_targets(skeleton("qwen3_moe"), LoraAdapter(dropout=0.1))
+@pytest.mark.parametrize(("key", "value"), [("dropout", 0.1), ("dora", True)])
+def test_what_experts_cannot_have_is_refused(key: str, value: object) -> None:
+    """P37: PEFT has neither dropout nor DoRA on expert parameters; said before the weights are read."""
+    adapter = LoraAdapter.model_validate({key: value})
+    with pytest.raises(RecipeError, match=r"expert weights \(model\.layers\.\*\.mlp\.experts") as caught:
+        choose_targets(skeleton("qwen3_moe"), adapter)
+    assert caught.value.place == f"adapter.{key}"
+    assert choose_targets(skeleton("qwen3_moe"), adapter.model_copy(update={"targets": "attention"})).modules
+
+
+def test_layers_and_full_paths() -> None:
+    in_layer = choose_targets(skeleton("qwen3_moe"), LoraAdapter(layers=[1]))
+    assert {name.split(".")[2] for name in (*in_layer.modules, *in_layer.parameters)} == {"1"}
+    path = "model.layers.1.self_attn.q_proj"
+    assert choose_targets(skeleton("qwen3"), LoraAdapter(targets=[path])).modules == (path,)
+
+
+def test_layers_of_paths_with_two_numbers_have_full_names() -> None:
+    """The expert's number must not be taken for that of the layer."""
+    names = [f"layers.{layer}.mlp.experts.{expert}.up_proj" for layer in (0, 1) for expert in (0, 1)]
+    assert names_for_peft(names[:2], names, parts=1, layers=[0]) == names[:2]
+    plain = ["layers.0.mlp.up_proj", "layers.1.mlp.up_proj"]
+    assert names_for_peft(plain[:1], plain, parts=1, layers=[0]) == ["up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "targets", "message"),
+    [
+        ([0, 2, 5], "all-linear", r"layers 2, 5, but the model has the layers 0 to 1"),
+        ([0, 1], ["model.layers.1.self_attn.q_proj"], r"layer 0, where adapter.targets matches nothing"),
+    ],
+)
+def test_layers_without_a_target_are_an_error(layers: list[int], targets: object, message: str) -> None:
+    adapter = LoraAdapter.model_validate({"layers": layers, "targets": targets})
+    with pytest.raises(RecipeError, match=message) as caught:
+        choose_targets(skeleton("qwen3"), adapter)
+    assert caught.value.place == "adapter.layers"
+
+
+@pytest.mark.parametrize("wanted", ["embed_tokens", "lm_head"])
+def test_a_tied_embedding_is_saved_at_both_ends(wanted: str) -> None:
+    """P4: naming one end of a tied weight means both; of an untied one, that end alone."""
+    assert choose_targets(skeleton("qwen3"), LoraAdapter(modules_to_save=[wanted])).saved[0].endswith(wanted)
+    assert len(choose_targets(skeleton("qwen3"), LoraAdapter(modules_to_save=[wanted])).saved) == 2
+    assert len(choose_targets(skeleton("llama"), LoraAdapter(modules_to_save=[wanted])).saved) == 1
+
+
+def test_modules_to_save_are_matched_by_whole_names() -> None:
+    """P5: PEFT looks at the last letters, so that its `norm` is every layer's `input_layernorm` and `q_norm` too."""
+    model = skeleton("qwen3")
+    adapter = LoraAdapter(modules_to_save=["norm"])
+    wrapped = add_adapter(model, adapter, targets=choose_targets(model, adapter))
+    trained = [name for name, parameter in wrapped.named_parameters() if parameter.requires_grad and "lora" not in name]
+    assert trained == ["base_model.model.model.norm.modules_to_save.default.weight"]
+    assert "model.norm" in [group.name.removesuffix(".weight") for group in trainable_table(wrapped).groups]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message", "remedy"),
+    [
+        (["lm_haed"], "`lm_haed`", "Nearest: `lm_head`"),
+        (["mlp", "up_proj"], "as well as a module around it", "one of them"),
+        (["self_attn", "mlp"], "every target", "fewer modules"),
+    ],
+)
+def test_modules_that_cannot_be_saved(wanted: list[str], message: str, remedy: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        choose_targets(skeleton("llama"), LoraAdapter(modules_to_save=wanted))
+    assert caught.value.place == "adapter.modules_to_save"
+    assert message in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+def test_quantized_layers_are_not_saved() -> None:
+    with pytest.raises(RecipeError, match="quantized linear layers"):
+        choose_targets(skeleton("llama"), LoraAdapter(modules_to_save=["0.mlp"]), is_quantized=True)
+    ends = LoraAdapter(modules_to_save=["lm_head", "norm"])
+    assert choose_targets(skeleton("llama"), ends, is_quantized=True).saved == ("lm_head", "model.norm")
+
+
+def test_a_tied_embedding_counts_twice_in_the_file() -> None:
+    model = skeleton("qwen3")
+    adapter = LoraAdapter(modules_to_save=["embed_tokens"])
+    table = trainable_table(add_adapter(model, adapter, targets=choose_targets(model, adapter)))
+    assert table.saved_bytes - table.trainable_bytes == 260 * 64 * 4
+    assert table.checkpoint_bytes == table.saved_bytes + 8 * table.num_trainable
 
 
 def test_full_fine_tuning_leaves_the_model_alone() -> None:

@@ -13,6 +13,7 @@ from tiny import CHATML, make_model_folder, make_tokenizer
 from finetune.errors import EnvironmentProblem, RecipeError
 from finetune.model.config import plan_model
 from finetune.model.load import choose_pad_token, load_model, vocabulary_rows
+from finetune.model.new_tokens import plan_new_tokens
 from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.schema import ModelSection
 
@@ -132,3 +133,17 @@ def test_a_folder_without_tokenizer_is_an_error(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(EnvironmentProblem, match="tokenizer"):
         load_tokenizer(section(folder))
+
+
+def test_a_new_token_that_is_there_already_is_an_error(folder: Path) -> None:
+    with pytest.raises(RecipeError, match=r"`<\|im_end\|>` \(id 258\)") as caught:
+        load_tokenizer(section(folder, new_tokens=["<cite>"], new_special_tokens=["<|im_end|>"]))
+    assert caught.value.place == "model.new_special_tokens"
+
+
+def test_a_tokenizer_of_another_model_is_told(tmp_path: Path) -> None:
+    """P6: ids beyond the model's rows before any new token."""
+    folder = make_model_folder(tmp_path / "model", "llama", weights=False, vocab_size=200, pad_token_id=None)
+    wanted = section(folder, init="random", new_tokens=["<cite>"])
+    with pytest.raises(EnvironmentProblem, match="model has 200 rows"):
+        plan_new_tokens(wanted, load_tokenizer(wanted), plan_model(wanted, packing=True).skeleton)

@@ -1,4 +1,4 @@
-"""NF4: the gradient is that of the dequantized weights, before and after a forward without gradients."""
+"""NF4 and int8: the gradient is that of the dequantized weights, before and after a forward without gradients."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit
-from bitsandbytes.nn.modules import Linear4bit
+from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 from tiny import make_config, make_model_folder
 
 from finetune.model.config import plan_model
@@ -87,3 +87,25 @@ def test_experts_that_stay_in_full_are_counted(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model", "qwen3_moe")
     model = load_model(plan_model(section(folder), packing=False), seed=0)
     assert unquantized_bytes(model) == 2 * 4 * (2 * 32 * 64 + 64 * 32) * 4
+
+
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_int8_is_what_its_weights_stand_for(tmp_path: Path, init: str) -> None:
+    """Loaded or drawn, with the gradient of the dequantized weights up to the rounding of the inputs to 8 bits."""
+    folder = make_model_folder(tmp_path / "model", "qwen3")
+    plan = plan_model(section(folder, init=init, quantization="int8"), packing=False)
+    model = load_model(plan, seed=3).train()
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear8bitLt)}
+    assert len(layers) == 14
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    plain = {n: int8_vectorwise_dequant(m.weight.data.clone(), m.weight.SCB.clone()) for n, m in layers.items()}
+    assert all(weight.std().item() == pytest.approx(0.02, rel=0.15) for weight in plain.values())
+    embeddings = torch.randn(1, 12, 64, generator=torch.Generator().manual_seed(0))
+    gradient = input_gradient(model, embeddings)
+    for name, weight in plain.items():
+        replaced = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        replaced.weight = torch.nn.Parameter(weight, requires_grad=False)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, replaced)
+    reference = input_gradient(model, embeddings)
+    assert (gradient - reference).norm() < 0.05 * reference.norm()

@@ -20,11 +20,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("text", [BROKEN, "{{ 1 }}\n{{ 2 | nofilter }}", "{{ 1 }}\n{% if 2 is notest %}{% endif %}"])
-def test_template_of_the_recipe(model: Path, tmp_path: Path, text: str) -> None:
-    """It was told as a fault of each record, at the record's place; a filter that there is not counts too."""
+def test_template_of_the_recipe(model: Path, tmp_path: Path) -> None:
+    """It was told as a fault of each record, at the record's place."""
     path = tmp_path / "template.jinja"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(BROKEN, encoding="utf-8")
     with pytest.raises(RecipeError, match="not valid Jinja") as caught:
         load_tokenizer(ModelSection(path=str(model), chat_template=str(path)))
     assert caught.value.place == f"{path}:2"

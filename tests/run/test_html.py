@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import EVIL, full_page, metrics
 
 from finetune.run.fragments import format_axis, format_seconds, format_value, humanize
 from finetune.run.html import render_html
 from finetune.run.plots import write_curves_png
 from finetune.run.report import ReportInputs, build_report
+from finetune.run.samples import SampleAnswer
 from finetune.run.series import extract_series, nice_ticks, smooth
 
-EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
 VOID = {"meta", "link", "br", "img"}
 
 
@@ -46,51 +48,6 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open[-1:] != ["style"]:
             self.text += data
-
-
-def metrics(num_steps: int) -> list[dict[str, Any]]:
-    train = [
-        {
-            "kind": "train",
-            "step": step,
-            "loss": 2 + math.sin(step),
-            "learning_rate": 1e-4,
-            "grad_norm": 1.0,
-            "real_tokens_per_second": 1000.0,
-            "peak_memory_bytes": 2**30,
-        }
-        for step in range(1, num_steps + 1)
-    ]
-    return [
-        {"kind": "eval", "step": 0, "eval_loss": 3.0},
-        *train,
-        {"kind": "eval", "step": num_steps, "eval_loss": 1.0},
-    ]
-
-
-def full_page(num_steps: int = 50) -> str:
-    records = metrics(num_steps)
-    evil = {EVIL: EVIL, "nested": {EVIL: [EVIL]}, "rows": [{EVIL: EVIL, "n": 1}]}
-    inputs = ReportInputs(
-        status="done",
-        message=EVIL,
-        recipe={"output": {"dir": f"runs/{EVIL}"}, "model": {"path": EVIL}, "adapter": {"type": "lora", "rank": 8}},
-        plan=evil,
-        trained=evil,
-        ledgers={"train": evil, EVIL: {"records": 2}, "note": EVIL},
-        environment={"packages": {EVIL: EVIL}, "command": ["finetune", EVIL], **evil},
-        metrics=records,
-        samples=[
-            {"prompt": EVIL, "reference": EVIL, "before": EVIL, "after": EVIL},
-            {"prompt": "p", "reference": "r", "before": None, "after": ""},
-        ],
-        scores={"exact_match": {"before": 0.1, "after": 0.9, "rows": 1200}, EVIL: {"before": None, "after": 2.5}},
-        timings={"total_seconds": 3725.0, "seconds_to_first_step": 2.0},
-        checkpoints=[{"step": 50, "path": EVIL}],
-        artifacts=[{"name": "adapter", "path": EVIL, "bytes": 3 * 2**20}],
-        checks=[{"name": EVIL, "ok": True, "detail": EVIL}, {"name": "b", "ok": False}, {"name": "c", "ok": None}],
-    )
-    return render_html(build_report(inputs), records)
 
 
 def test_page_is_well_formed_and_escapes_every_user_text() -> None:
@@ -135,6 +92,78 @@ def test_memory_of_a_cpu_run_is_not_drawn() -> None:
     records = [{**record, "peak_memory_bytes": 0} for record in metrics(5)]
     text = render_html(build_report(ReportInputs(status="done", recipe={}, metrics=records)), records)
     assert "GPU memory" not in text and "Gradient norm" in text
+    with_host = [{**record, "host_memory_bytes": 2**30} for record in records]
+    assert "Memory of the process, GiB" in render_html(
+        build_report(ReportInputs(status="done", recipe={}, metrics=with_host)), with_host
+    )
+    on_gpu = render_html(build_report(ReportInputs(status="done", recipe={}, metrics=metrics(5))), metrics(5))
+    assert "GPU memory, GiB" in on_gpu
+
+
+def test_answers_over_the_steps_are_shown_where_they_tell_more() -> None:
+    sample = {"prompt": "p", "reference": "r", "before": "b", "after": None}
+    records = metrics(10)
+
+    def page(samples: list[dict[str, Any]], *answers: tuple[int, str]) -> str:
+        report = build_report(ReportInputs(status="running", recipe={}, metrics=records, samples=samples))
+        return Page(render_html(report, records, answers=[SampleAnswer(s, EVIL, "r", a) for s, a in answers])).text
+
+    assert "over the steps" not in page([sample], (0, "b"))
+    assert "step 5 equal" in page([sample], (0, "b"), (5, "r"))
+    assert "over the steps" not in page([{**sample, "after": "r"}], (0, "b"), (10, "r"))
+    assert "over the steps" in page([{**sample, "after": "r"}], (0, "b"), (5, EVIL), (10, "r"))
+    assert "step 0" in page([], (0, "b"))
+    assert "1 prompt, answered 12 times each" in page([], *((step, "b") for step in range(12)))
+    many = page([], *((step, "b") for step in range(25)))
+    assert "answered 25 times each; 12 are shown, the other 13 are in samples.jsonl" in many
+
+
+def test_a_warning_is_no_tick_and_is_counted_at_the_top() -> None:
+    warned = {"name": "data: duplicates", "ok": False, "status": "warning", "detail": "2 of 9 are equal"}
+    passed = {"name": "data: length", "ok": True, "status": "ok", "detail": "loss 5.036827087402344 of 1.5"}
+    html = render_html(build_report(ReportInputs(status="done", recipe={}, checks=[warned, passed])), [])
+    assert '<li class="warns"><b role="img" aria-label="warning">!</b><div>data: duplicates' in html
+    assert '<span class="badge warn">1 warning</span>' in html
+    assert "loss 5.037 of 1.5" in html
+    without = render_html(build_report(ReportInputs(status="done", recipe={}, checks=[passed])), [])
+    assert "badge warn" not in without.partition("</style>")[2]
+
+
+def test_the_best_step_is_marked_where_it_is_not_the_last() -> None:
+    records = [*metrics(10), {"kind": "eval", "step": 5, "eval_loss": 0.5}]
+    result = {"delivered": "best", "path": "a", "best": {"step": 5, "eval_loss": 0.5}, "last": {"step": 10}}
+
+    def page(best: dict[str, Any]) -> str:
+        report = build_report(ReportInputs(status="early-stopped", recipe={}, metrics=records))
+        return render_html({**report, "result": {**result, "best": best}}, records)
+
+    assert "delivered <b>0.5</b> at step 5" in page(result["best"]) and 'class="dot second best"' in page(
+        result["best"]
+    )
+    assert "at step 10" not in page({"step": 10, "eval_loss": 1.0})
+
+
+def test_a_command_can_be_typed_again() -> None:
+    command = ["__main__.py", "train", "c.yaml", "data.train=[{path: a}]"]
+    html = render_html(build_report(ReportInputs(status="done", recipe={}, environment={"command": command})), [])
+    assert escape("python -m finetune train c.yaml 'data.train=[{path: a}]'") in html
+
+
+def test_page_of_long_answers_stays_under_two_megabytes() -> None:
+    long = "<" * 40_000
+    records = metrics(100_000)
+    samples = [{"prompt": long, "reference": long, "before": long, "after": long} for _ in range(300)]
+    answers = [
+        SampleAnswer(step, f"{prompt}{long}", long, long) for step in range(0, 3000, 50) for prompt in range(300)
+    ]
+    ledger = {"notes": ["x" * 200] * 10_000, "sources": [{"path": "p" * 200}] * 5000}
+    report = build_report(
+        ReportInputs(status="done", recipe={}, metrics=records, samples=samples, ledgers={"train": ledger})
+    )
+    text = render_html(report, records, answers=answers)
+    assert len(text.encode()) < 2_000_000
+    for left_out in ("280 more prompts", "38,500 more characters", "and 9,950 more", "4,950 more"):
+        assert left_out in text
 
 
 def test_long_series_keep_mean_extremes_and_last_value() -> None:
@@ -145,9 +174,12 @@ def test_long_series_keep_mean_extremes_and_last_value() -> None:
     assert abs(sum(series.values) / 400 - sum(losses) / 5000) < 0.01
 
 
-def test_smoothing_keeps_a_constant_and_follows_a_step() -> None:
-    assert smooth([3.0] * 5, weight=0.9) == pytest.approx([3.0] * 5)
-    assert 0.5 < smooth([0.0] * 5 + [1.0] * 10, weight=0.8)[-1] < 1.0
+def test_smoothing_keeps_a_straight_line_and_does_not_lag() -> None:
+    line = [10.0 - 0.1 * step for step in range(100)]
+    assert smooth(line) == pytest.approx(line)
+    zigzag = [value + (-1) ** index for index, value in enumerate(line)]
+    assert max(abs(a - b) for a, b in zip(smooth(zigzag)[5:-5], line[5:-5], strict=True)) < 0.35
+    assert smooth([]) == [] and smooth([2.0]) == [2.0]
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 0), (2.0, 2.0), (-3, 17), (1e-5, 2e-4), (0, 1.23e9), (0.7, 0.71)])

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.errors import DataError
-from finetune.run.metrics import MetricsWriter, read_metrics
+from finetune.errors import DataError, EnvironmentProblem
+from finetune.run.metrics import MetricsWriter, append_records, read_metrics
 
 
 @pytest.fixture
@@ -69,3 +69,25 @@ def test_other_damage_is_an_error_with_its_line(path: Path, damaged: str) -> Non
 
 def test_missing_file_has_no_records(path: Path) -> None:
     assert read_metrics(path) == []
+
+
+@pytest.mark.parametrize("line", ['{"kind": "train", "step": "x"}', '{"kind": "train", "step": true}', '{"loss": 1}'])
+def test_a_step_that_is_no_number_is_named_by_its_line(path: Path, line: str) -> None:
+    path.write_text('{"kind": "train", "step": 1}\n' + line + "\n")
+    with pytest.raises(DataError, match="step") as caught:
+        read_metrics(path)
+    assert caught.value.place == f"{path}:2"
+
+
+def test_a_run_folder_that_went_away_is_named(tmp_path: Path) -> None:
+    """The open stream went on taking lines that nobody could read, and the other file gave a traceback."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with MetricsWriter(folder / "metrics.jsonl") as writer:
+        writer.write({"kind": "train", "step": 1})
+        folder.rename(tmp_path / "moved")
+        with pytest.raises(EnvironmentProblem, match="run folder is gone") as caught:
+            writer.write({"kind": "train", "step": 2})
+    assert caught.value.place == str(folder)
+    with pytest.raises(EnvironmentProblem, match="run folder is gone"):
+        append_records(folder / "samples.jsonl", [{"step": 2}])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.run.report import ReportInputs, build_report, summarize_metrics
+from finetune.run.report import ReportInputs, build_report, summary
 
 METRICS = [
     {"kind": "eval", "step": 0, "eval_loss": 3.0},
@@ -31,19 +31,30 @@ def test_report_is_versioned_json_with_every_part() -> None:
 
 
 def test_summary_takes_before_after_best_and_median() -> None:
-    summary = summarize_metrics(METRICS)
-    assert (summary["eval_loss_before"], summary["eval_loss_after"], summary["eval_loss_best"]) == (3.0, 1.75, 1.5)
-    assert (summary["train_loss_first"], summary["train_loss_last"], summary["steps"]) == (3.1, 2.0, 3)
-    assert (summary["real_tokens"], summary["real_tokens_per_second_median"]) == (30, 7.0)
-    assert summary["peak_memory_bytes"] == 7
+    figures = summary(METRICS, {})
+    assert (figures["eval_loss_before"], figures["eval_loss_after"], figures["eval_loss_best"]) == (3.0, 1.75, 1.5)
+    assert (figures["train_loss_first"], figures["train_loss_last"], figures["steps"]) == (3.1, 2.0, 3)
+    assert (figures["real_tokens"], figures["real_tokens_per_second_median"]) == (30, 7.0)
+    assert figures["peak_memory_bytes"] == 7
+
+
+@pytest.mark.parametrize(("delivered", "loss"), [("best", 1.5), ("last", 1.75)])
+def test_summary_of_a_result_has_the_loss_of_what_is_delivered(delivered: str, loss: float) -> None:
+    result = {"delivered": delivered, "best": {"step": 2, "eval_loss": 1.5}, "last": {"step": 3, "eval_loss": 1.75}}
+    assert summary(METRICS, result)["eval_loss_after"] == loss
+
+
+def test_summary_of_a_result_without_held_out_data_has_no_loss() -> None:
+    result = {"delivered": "last", "best": None, "last": {"step": 3, "eval_loss": None}}
+    assert summary(METRICS[1:3], result)["eval_loss_after"] is None
 
 
 def test_summary_without_metrics_has_no_numbers() -> None:
-    assert {key: value for key, value in summarize_metrics([]).items() if value is not None} == {"steps": 0}
+    assert {key: value for key, value in summary([], {}).items() if value is not None} == {"steps": 0}
 
 
 def test_evaluation_before_the_first_step_alone_is_no_result() -> None:
-    assert summarize_metrics(METRICS[:1])["eval_loss_after"] is None
+    assert summary(METRICS[:1], {})["eval_loss_after"] is None
 
 
 def test_not_finite_becomes_none_and_an_unknown_type_is_named() -> None:

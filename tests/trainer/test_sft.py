@@ -217,6 +217,32 @@ def test_a_checkpoint_of_the_last_step_is_loaded_and_not_trained_on(folder: Path
     assert_bitwise_equal(dict(resumed.model.state_dict()), dict(straight.model.state_dict()))
 
 
+def test_a_full_checkpoint_of_a_mixture_of_experts_is_read_back_whole(folder: Path, tmp_path: Path) -> None:
+    """transformers left out the experts, which are saved under other names, and trained on with the base's."""
+    straight, _ = build(recipe(folder, tmp_path / "run", "qwen3_moe", adapter=FULL))
+    straight.train()
+    resumed, _ = build(recipe(folder, tmp_path / "other", "qwen3_moe", adapter=FULL))
+    resumed.train_from(tmp_path / "run" / "checkpoints" / "checkpoint-4")
+    assert_bitwise_equal(dict(resumed.model.state_dict()), dict(straight.model.state_dict()))
+
+
+def test_planned_steps_and_rates_are_those_of_the_packed_rows(folder: Path, tmp_path: Path) -> None:
+    """P33: steps, warm-up and rates follow the rows that packing leaves, and the last step ends the schedule."""
+    training = {"epochs": 2.0, "warmup_fraction": 0.3, "schedule": "linear", "rows_per_step": 4}
+    made = recipe(folder, tmp_path / "run", training=training)
+    made["training"]["max_steps"] = None
+    trainer, prepared = build(made)
+    assert prepared.steps.num_rows < len(prepared.dataset.train)
+    total = 2 * -(-prepared.steps.num_rows // 4)
+    warmup = -(-3 * total // 10)
+    assert (prepared.steps.total_steps, prepared.steps.warmup_steps) == (total, warmup)
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    rising = [0.01 * (step + 1) / (warmup + 1) for step in range(warmup)]
+    falling = [0.01 * (1 - step / (total - warmup)) for step in range(total - warmup)]
+    assert rates == pytest.approx(rising + falling)
+
+
 def test_steps_that_no_regular_log_covers_are_looked_at(folder: Path, tmp_path: Path) -> None:
     """A run that broke in its last steps, between two regular logs, ended as done with a broken adapter."""
     made = recipe(folder, tmp_path / "run", training={"learning_rate": 1e30, "max_grad_norm": 0.0})
@@ -261,31 +287,44 @@ def test_resumes_bit_equal(folder: Path, tmp_path: Path) -> None:
 
 
 def test_callbacks_change_no_number(folder: Path, tmp_path: Path) -> None:
+    """Dashboard, metrics file, checkpoints and a report made in the middle of the run leave each weight as it is."""
     import io
 
     from rich.console import Console
+    from transformers import TrainerCallback
 
+    from finetune.run.folder import create_run_folder
     from finetune.run.metrics import MetricsWriter, read_metrics
+    from finetune.run.remake import remake_report
+    from finetune.run.samples import LatestSample
     from finetune.trainer.callbacks.checkpoints import CheckpointsCallback
     from finetune.trainer.callbacks.metrics_log import MetricsLogCallback
     from finetune.trainer.callbacks.progress import ProgressCallback
 
-    plain, _ = build(recipe(folder, tmp_path / "plain"))
+    class Reporting(TrainerCallback):
+        def on_log(self, *_: object, **__: object) -> None:
+            reported.append(remake_report(run.path).steps)
+
+    reported: list[int] = []
+
+    adapter = {"type": "lora", "rank": 4, "alpha": 8, "dropout": 0.1}
+    plain, _ = build(recipe(folder, tmp_path / "plain", adapter=adapter))
     plain.train()
-    (tmp_path / "watched").mkdir()
-    with MetricsWriter(tmp_path / "watched" / "metrics.jsonl") as writer:
-        callbacks = [
-            CheckpointsCallback(keep=1),
-            MetricsLogCallback(writer),
-            ProgressCallback(Console(file=io.StringIO())),
-        ]
-        watched, _ = build(recipe(folder, tmp_path / "watched"), callbacks=callbacks)
+    run = create_run_folder(tmp_path / "watched", recipe_text="{}", recipe_hash="", environment={})
+    run.samples_path.write_text(json.dumps({"step": 0, "prompt": "say", "reference": None, "answer": "one"}) + "\n")
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=80, height=24)
+    progress = ProgressCallback(terminal, is_live=True, latest_sample=LatestSample(run.samples_path))
+    with MetricsWriter(run.metrics_path) as writer, progress:
+        callbacks = [CheckpointsCallback(keep=1), MetricsLogCallback(writer), progress, Reporting()]
+        watched, _ = build(recipe(folder, run.path, adapter=adapter), callbacks=callbacks)
         watched.train()
     assert_bitwise_equal(dict(watched.model.state_dict()), dict(plain.model.state_dict()))
-    records = read_metrics(tmp_path / "watched" / "metrics.jsonl")
+    records = read_metrics(run.metrics_path)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert [record["loss"] for record in records] == losses(watched)
-    assert json.dumps(records)
+    assert reported[:4] == [1, 2, 3, 4] and run.report_html.is_file() and "say" in screen.getvalue()
+    assert all(record["host_memory_bytes"] > 2**20 for record in records)
 
 
 def test_training_leaves_another_model_of_the_process_alone(folder: Path, tmp_path: Path) -> None:

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Leaves SIGINT and SIGTERM without effect for the length of a `with` block; for a few seconds of writing at most.
+
+    Outside the main thread, where signals do not arrive, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            # None stands for a handler that was not set from Python and cannot be put back from it.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class InterruptCallback(TrainerCallback):

@@ -11,12 +11,15 @@ _TRAIN_FIELDS = (
     "epoch",
     "loss",
     "learning_rate",
+    "learning_rate_lora_b",
     "grad_norm",
     "real_tokens",
     "slots",
     "real_tokens_per_second",
     "step_seconds",
+    "memory_bytes",
     "peak_memory_bytes",
+    "host_memory_bytes",
     "elapsed_seconds",
     "aux_loss",
     "skipped_steps",
@@ -34,13 +37,14 @@ class RecordWriter(Protocol):
     def write(self, record: Mapping[str, object]) -> None: ...
 
 
-def log_kind(logs: Mapping[str, object]) -> Literal["train", "eval"] | None:
-    """Tells a training line from an evaluation line; None for others, such as the stock summary at the end."""
+def log_kind(logs: Mapping[str, object]) -> Literal["train", "eval", "scores"] | None:
+    """Tells a training line from an evaluation line, and from one of scores whose loss is on a line before it; None for
+    others, such as the stock summary at the end."""
     if "loss" in logs:
         return "train"
-    if any(key.startswith("eval_") for key in logs):
+    if "eval_loss" in logs:
         return "eval"
-    return None
+    return "scores" if any(key.startswith("eval_") for key in logs) else None
 
 
 def metrics_record(logs: Mapping[str, Any], *, step: int) -> dict[str, Any] | None:

@@ -7,11 +7,11 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from drive import drive, train_logs
 from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -20,57 +20,7 @@ from finetune.run.metrics import MetricsWriter, read_metrics
 from finetune.trainer.callbacks.checkpoints import CheckpointsCallback
 from finetune.trainer.callbacks.interrupt import InterruptCallback
 from finetune.trainer.callbacks.metrics_log import MetricsLogCallback
-from finetune.trainer.callbacks.progress import ProgressCallback, sparkline
-
-
-@pytest.fixture
-def arguments(tmp_path: Path) -> TrainingArguments:
-    return TrainingArguments(output_dir=str(tmp_path / "checkpoints"), use_cpu=True)
-
-
-def train_logs(step: int) -> dict[str, Any]:
-    return {
-        "loss": 3.0 - 0.01 * step,
-        "learning_rate": 1e-4,
-        "grad_norm": 0.5,
-        "epoch": step / 100,
-        "real_tokens": 100 * step,
-        "slots": 128 * step,
-        "real_tokens_per_second": 12345.0,
-        "step_seconds": 0.1,
-        "peak_memory_bytes": 2**31,
-        "elapsed_seconds": 0.1 * step,
-    }
-
-
-EVAL_LOGS = {"eval_loss": 1.25, "eval_tokens": 50, "eval_seconds": 0.2, "eval_runtime": 9.9, "eval_exact_match": 0.5}
-
-
-def drive(
-    callback: TrainerCallback,
-    arguments: TrainingArguments,
-    *,
-    num_steps: int,
-    logs: Callable[[int], dict[str, Any]] = train_logs,
-    before_step: Callable[[int], None] = lambda step: None,
-) -> TrainerState:
-    """Runs the events of a training in the trainer's order and stops where the control says so."""
-    state, control = TrainerState(max_steps=num_steps), TrainerControl()
-    callback.on_train_begin(arguments, state, control)
-    for step in range(1, num_steps + 1):
-        before_step(step)
-        callback.on_step_begin(arguments, state, control)
-        state.global_step = step
-        callback.on_step_end(arguments, state, control)
-        callback.on_log(arguments, state, control, logs=logs(step))
-        if control.should_save:
-            callback.on_save(arguments, state, control)
-        if control.should_training_stop:
-            break
-    callback.on_log(arguments, state, control, logs=dict(EVAL_LOGS))
-    callback.on_log(arguments, state, control, logs={"train_runtime": 1.0, "train_loss": 2.0, "total_flos": 3.0})
-    callback.on_train_end(arguments, state, control)
-    return state
+from finetune.trainer.callbacks.progress import ProgressCallback
 
 
 def plain_console() -> tuple[Console, io.StringIO]:
@@ -119,39 +69,13 @@ def test_plain_progress_prints_the_last_line_of_a_run_that_stops_early(arguments
     assert len(stream.getvalue().splitlines()) == 6
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_survives_missing_and_odd_values(arguments: TrainingArguments, terminal: bool) -> None:
+@pytest.mark.parametrize("is_live", [True, False])
+def test_progress_survives_missing_and_odd_values(arguments: TrainingArguments, is_live: bool) -> None:
     stream = io.StringIO()
-    console = Console(file=stream, width=80, force_terminal=terminal)
+    console = Console(file=stream, width=80, height=24, force_terminal=is_live)
     odd: list[dict[str, Any]] = [{"loss": float("nan")}, {"loss": "1.5"}, {"loss": 1, "grad_norm": None}, {}]
-    drive(ProgressCallback(console), arguments, num_steps=4, logs=lambda step: odd[step - 1])
-    assert "nan" in stream.getvalue()
-
-
-def test_live_panel_shows_step_loss_and_ends(arguments: TrainingArguments) -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, width=100, height=30, force_terminal=True, color_system=None)
-    callback = ProgressCallback(console)
-    drive(callback, arguments, num_steps=20)
-    text = stream.getvalue()
-    final = text[text.rindex("training") :]
-    assert "step 20/20" in final and "100%" in final and "2.8000" in final and "12,345" in final
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
-
-
-def test_live_panel_ends_when_an_exception_passes(arguments: TrainingArguments) -> None:
-    stream = io.StringIO()
-    callback = ProgressCallback(Console(file=stream, width=100, force_terminal=True))
-    with pytest.raises(RuntimeError, match="boom"), callback:
-        callback.on_train_begin(arguments, TrainerState(max_steps=3), TrainerControl())
-        raise RuntimeError("boom")
-    assert stream.getvalue().count("\x1b[?25h") == 1
-
-
-def test_sparkline_covers_the_range_and_the_width() -> None:
-    assert sparkline([0.0, 1.0], width=24) == "\u2581\u2588"
-    assert len(sparkline([float(i) for i in range(100)], width=24)) == 24
-    assert sparkline([2.0, 2.0, 2.0], width=24) == "\u2581" * 3
+    drive(ProgressCallback(console, is_live=is_live), arguments, num_steps=4, logs=lambda step: odd[step - 1])
+    assert "1.0000" in stream.getvalue()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

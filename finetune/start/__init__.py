@@ -1,0 +1,1 @@
+"""How a user begins: the shipped recipes, a recipe of one's own, the schema for editors. Loads no torch."""

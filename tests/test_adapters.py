@@ -131,6 +131,8 @@ def logits(model: nn.Module) -> torch.Tensor:
     num_rows = vocabulary_rows(model)  # pyright: ignore[reportArgumentType] - a PeftModel passes the call on
     tokens = torch.randint(0, num_rows, (2, 24), generator=torch.Generator().manual_seed(5))
     tokens[:, -4:] = torch.arange(num_rows - 4, num_rows)
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")  # as a stock user computes
     with torch.autocast("cpu", torch.bfloat16, enabled=model.dtype == torch.bfloat16):
         return model.eval()(input_ids=tokens, use_cache=False).logits
 

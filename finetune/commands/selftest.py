@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def selftest(is_json: JsonOption = False) -> None:
-    """Check packed attention on this machine: packed = separate on every backend, in under a minute."""
+    """Check packed attention on this machine: packed = separate on every backend."""
     prepare_process(needs_hub=False)
     from finetune.selftest import SelftestResult, run_selftest
 

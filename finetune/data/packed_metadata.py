@@ -70,9 +70,8 @@ class PackedMetadata:
 
     @property
     def has_one_document_a_row(self) -> bool:
-        """Says whether no row holds two documents beside its pad tail; then a plain causal mask is exact, since
-        nothing that is learned comes after the tail."""
-        return len(self.lengths) - len(self.pad_documents) <= self.num_rows
+        """Says whether each row is one document from end to end; then a plain causal mask is exact."""
+        return len(self.lengths) == self.num_rows
 
     def derived(self, key: Hashable, build: Callable[[], Derived]) -> Derived:
         """Returns what `build` made under `key`, calling it at the first use only."""

@@ -117,6 +117,7 @@ def _arguments(recipe: Recipe, prepared: Prepared, *, output_dir: Path) -> SFTCo
         fp16=plan.dtype == torch.float16,
         use_cpu=plan.device.type == "cpu",
         dataloader_pin_memory=plan.device.type == "cuda",
+        accelerator_config={"non_blocking": plan.device.type == "cuda"},  # a batch crosses without a wait
         eval_strategy="steps" if evaluates else "no",
         eval_steps=evaluation.every_steps if evaluates else None,
         save_strategy="steps",

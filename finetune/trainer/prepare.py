@@ -141,6 +141,7 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None], warn: Callable[[str],
         hardware=probe_hardware(plan.device),
         dtype=plan.dtype,
         packing=recipe.data.packing,
+        slots=recipe.data.max_length * recipe.training.rows_per_micro_batch,
     )
     tokenizer = load_tokenizer(recipe.model)
     new_tokens = plan_new_tokens(recipe.model, tokenizer, plan.skeleton)

@@ -112,10 +112,7 @@ def _flash4(hardware: Hardware, dtype: torch.dtype, layers: Sequence[AttentionLa
 def _flash4_layer(major: int, layer: AttentionLayer) -> Support:
     width = layer.head_dim
     if major == 12:
-        if layer.num_heads != layer.num_key_value_heads:
-            return Support(False, "its gradients of grouped keys and values are wrong on compute capability 12.x")
-        if layer.has_sinks or width > 128:
-            return Support(False, "on compute capability 12.x it has no sinks and heads of at most 128")
+        return Support(False, "on compute capability 12.x its gradients of packed rows are wrong")
     if major == 9 and (width % 32 or width > 192):
         return Support(
             False, f"heads are {width} wide; on compute capability 9.0 it is right for multiples of 32 to 192"
@@ -132,7 +129,10 @@ def _through_transformers(
     *,
     implementation: str,
     least: tuple[int, int],
+    only_major: int | None = None,
 ) -> Support:
+    if only_major is not None and hardware.capability is not None and hardware.capability[0] != only_major:
+        return Support(False, f"it runs on compute capability {only_major}.x only")
     checks = (
         _half_precision_on_cuda(hardware, dtype, least=least),
         transformers_flash.installed(implementation),
@@ -149,7 +149,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("flash4", "packed_fa4", attend_flash4, _flash4),
         Backend(
             "flash3", "packed_fa3", attend_through_transformers(_FLASH3),
-            partial(_through_transformers, implementation=_FLASH3, least=(9, 0)),
+            partial(_through_transformers, implementation=_FLASH3, least=(9, 0), only_major=9),
         ),
         Backend(
             "flash2", "packed_fa2", attend_through_transformers(_FLASH2),

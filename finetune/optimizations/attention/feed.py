@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune.data.packed_metadata import PackedMetadata
-from finetune.optimizations.attention.rebuild import RebuildEachLayer
+from finetune.optimizations.attention.rebuild import RebuildCounter, RebuildEachLayer
 
 
 class MetadataFeed:
@@ -14,17 +14,17 @@ class MetadataFeed:
     """
 
     def __init__(self, *, is_cached: bool) -> None:
-        self._rebuild = None if is_cached else RebuildEachLayer()
+        self._counter = None if is_cached else RebuildCounter()
         self._num_cached = 0
 
     @property
     def num_builds(self) -> int:
         """Builds of boundaries so far: one a batch, or one a layer and pass."""
-        return self._num_cached if self._rebuild is None else self._rebuild.num_builds
+        return self._num_cached if self._counter is None else self._counter.num_builds
 
     def argument(self, metadata: PackedMetadata) -> PackedMetadata | RebuildEachLayer:
         """Returns what stands for `metadata` in the model's arguments."""
-        if self._rebuild is not None:
-            return self._rebuild
+        if self._counter is not None:
+            return RebuildEachLayer(metadata.position_ids, self._counter)
         self._num_cached += 1
         return metadata

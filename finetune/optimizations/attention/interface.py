@@ -20,8 +20,8 @@ from finetune.optimizations.attention.backends import BACKENDS, Backend
 from finetune.optimizations.attention.rebuild import RebuildEachLayer
 from finetune.optimizations.attention.types import Attend, AttentionOptions
 
-METADATA_ARGUMENT = "packed_metadata"
-"""Argument of the model's forward that reaches every attention layer."""
+_HARMLESS = frozenset({"position_ids", "cache_position", "input_ids"})
+"""Tensors among a layer's keywords that attention itself has no use for."""
 
 
 class MissingMetadata(TypeError):
@@ -50,15 +50,10 @@ def attention_function(backend: Backend) -> Callable[..., tuple[torch.Tensor, No
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         packed_metadata: PackedMetadata | RebuildEachLayer | None = None,
-        position_ids: torch.Tensor | None = None,
-        **_: Any,
+        **more: Any,
     ) -> tuple[torch.Tensor, None]:
-        if dropout:
-            raise ValueError(f"attention dropout is {dropout}; packed attention has none")
-        boundaries = packed_metadata
-        if isinstance(boundaries, RebuildEachLayer):
-            assert position_ids is not None, "the layer did not pass its positions on"
-            boundaries = boundaries.boundaries(position_ids)
+        _refuse_what_is_not_known(dropout, more)
+        boundaries = packed_metadata.boundaries() if isinstance(packed_metadata, RebuildEachLayer) else packed_metadata
         if boundaries is None or query.shape[2] != key.shape[2]:
             raise MissingMetadata(
                 f"attention `{backend.name}` serves training on packed rows and was called without packed_metadata; "
@@ -70,6 +65,17 @@ def attention_function(backend: Backend) -> Callable[..., tuple[torch.Tensor, No
         return _in_one_format(backend.attend, q, k, v, boundaries, options), None
 
     return attend
+
+
+def _refuse_what_is_not_known(dropout: float, more: dict[str, Any]) -> None:
+    """A tensor under a name that is not known here would change attention, and be lost without a word."""
+    if dropout:
+        raise ValueError(f"attention dropout is {dropout}; packed attention has none")
+    if more.get("is_causal") is False:
+        raise ValueError("the layer asks for attention to later tokens; packed attention is causal")
+    unknown = [name for name, value in more.items() if isinstance(value, torch.Tensor) and name not in _HARMLESS]
+    if unknown:
+        raise ValueError(f"the layer hands over `{unknown[0]}`, which packed attention does not know")
 
 
 def _in_one_format(

@@ -11,6 +11,10 @@ from finetune.optimizations.support import Support
 STATEFUL_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv", "ssm", "gated_delta", "hybrid")
 """Kinds of layers, as configs name them, that carry a state from one token to the next."""
 
+KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "v_head_dim", "qk_rope_head_dim")
+DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
 
 def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """Returns the distinct kinds of attention layers, in the order of their first use."""
@@ -54,7 +58,20 @@ def packs_exactly(model: PreTrainedModel) -> Support:
 
 
 def takes_backends(model: PreTrainedModel) -> Support:
-    """Says whether the architecture asks transformers' registry for its attention."""
-    if getattr(model, "_supports_attention_backend", False):
-        return Support(True)
-    return Support(False, f"{type(model).__name__} does not take attention backends in transformers")
+    """Says whether the architecture's attention is of the kinds that the backends compute: it asks transformers'
+    registry, and has nothing but full and sliding causal attention with keys and values of one width."""
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        return Support(False, f"{name} does not take attention backends in transformers")
+    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - KNOWN_LAYERS
+    if kinds:
+        return Support(False, f"{name} has layers of kind {', '.join(sorted(kinds))}, which no backend computes")
+    if getattr(config, "attention_chunk_size", None):
+        return Support(False, f"{name} attends inside chunks of {config.attention_chunk_size}")
+    if any(getattr(config, key, None) for key in LATENT_KEYS):
+        return Support(False, f"{name} has latent attention, whose keys and values differ in width")
+    for key in DROPOUT_KEYS:
+        if rate := getattr(config, key, None):
+            return Support(False, f"{name} has attention dropout ({key} {rate}), which no backend has")
+    return Support(True)

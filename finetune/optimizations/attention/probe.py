@@ -6,7 +6,7 @@ queries, with a window, or on a card. It costs milliseconds where nothing has to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,8 @@ DOCUMENTS = (37, 130, 1, 75)
 ROW_LENGTH = 256
 MARGIN = 2.0
 """How many times plain torch's own error in the same format a backend's may be."""
+WINDOW = 40
+"""A window is checked at this width at most, so that documents of the check are longer than it."""
 FLOOR = 1e-5
 """Relative error that needs no reason; as little as one rounding step of the format does."""
 
@@ -46,6 +48,8 @@ class ProbeResult:
 def probe_backend(backend: Backend, layer: AttentionLayer, *, dtype: torch.dtype, device: torch.device) -> ProbeResult:
     """Compares output and gradients with the reference in fp32; plain torch in `dtype` says what rounding costs."""
     metadata = build_packed_metadata([DOCUMENTS], row_length=ROW_LENGTH).to(device)
+    if layer.window is not None:
+        layer = replace(layer, window=min(layer.window, WINDOW))
     tensors = _tensors(layer, device)
     truth = _run(attention_reference, tensors, metadata, layer, torch.float32)
     plain = _run(attention_reference, tensors, metadata, layer, dtype)
@@ -66,11 +70,11 @@ def _tensors(layer: AttentionLayer, device: torch.device) -> dict[str, torch.Ten
     }
     if layer.has_sinks:
         shapes["sinks"] = (layer.num_heads,)
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if layer.softcap is not None:
+        drawn["query"] *= layer.softcap  # scores of about 1 would not feel the cap
     # Rounded to bf16, so that all formats begin with the same numbers.
-    return {
-        name: torch.randn(shape, generator=generator).to(torch.bfloat16).float().to(device)
-        for name, shape in shapes.items()
-    }
+    return {name: tensor.to(torch.bfloat16).float().to(device) for name, tensor in drawn.items()}
 
 
 def _run(

@@ -15,16 +15,25 @@ import torch
 from finetune.data.packed_metadata import Derived
 
 
-class RebuildEachLayer:
-    """Stands in a model call's arguments where the cached metadata would, and counts how often it was rebuilt."""
+class RebuildCounter:
+    """Counts rebuilds over the batches of a run."""
 
     def __init__(self) -> None:
         self.num_builds = 0
 
-    def boundaries(self, position_ids: torch.Tensor) -> RebuiltBoundaries:
-        """Returns new boundaries of a batch; what is derived from them is used once."""
-        self.num_builds += 1
-        return RebuiltBoundaries(position_ids)
+
+@dataclass(frozen=True, eq=False)
+class RebuildEachLayer:
+    """Stands in a model call's arguments where the cached metadata would; each layer asks it anew."""
+
+    position_ids: torch.Tensor
+    """int `[R, L]`, on the device."""
+    counter: RebuildCounter
+
+    def boundaries(self) -> RebuiltBoundaries:
+        """Returns new boundaries of the batch; what is derived from them is used once."""
+        self.counter.num_builds += 1
+        return RebuiltBoundaries(self.position_ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +75,8 @@ class RebuiltBoundaries:
 
     @property
     def has_one_document_a_row(self) -> bool:
-        """Positions do not tell pad tails from documents."""
-        return False
+        """Waits for the device."""
+        return self.cu_seqlens.shape[0] - 1 == self.num_rows
 
     def derived(self, key: Hashable, build: Callable[[], Derived]) -> Derived:
         return build()

@@ -47,7 +47,7 @@ def dense_softmax_attention(
 
 def visible_keys(sequence_ids: torch.Tensor, *, window: int | None) -> torch.Tensor:
     """Returns which keys each query may see, bool `[R, L, L]`: of its own document, not later, inside the window."""
-    place = torch.arange(sequence_ids.shape[1], device=sequence_ids.device)
+    place = torch.arange(sequence_ids.shape[1], device=sequence_ids.device, dtype=torch.int32)
     distance = place[:, None] - place[None, :]
     visible = (sequence_ids[:, :, None] == sequence_ids[:, None, :]) & (distance >= 0)
     return visible if window is None else visible & (distance < window)

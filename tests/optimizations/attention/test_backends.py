@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
@@ -14,9 +15,9 @@ from finetune.data.packed_metadata import build_packed_metadata
 from finetune.optimizations.attention.backends import BACKENDS
 from finetune.optimizations.attention.chunks import chunks
 from finetune.optimizations.attention.probe import probe_backend
-from finetune.optimizations.attention.rebuild import RebuildEachLayer
+from finetune.optimizations.attention.rebuild import RebuildCounter, RebuildEachLayer
 from finetune.optimizations.attention.reference import attention_reference
-from finetune.optimizations.attention.types import AttentionLayer, AttentionOptions
+from finetune.optimizations.attention.types import Attend, AttentionLayer, AttentionOptions, Boundaries
 from finetune.optimizations.support import Hardware
 
 CPU_BACKENDS = ("sdpa", "segments")
@@ -52,7 +53,8 @@ def test_any_documents(rows: list[list[int]], room: int, window: int | None, nam
     q = torch.randn(*shape, 4, 8, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(*shape, 2, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     options = AttentionOptions(0.3, window)
-    boundaries = RebuildEachLayer().boundaries(metadata.position_ids) if is_rebuilt else metadata
+    rebuild = RebuildEachLayer(metadata.position_ids, RebuildCounter())
+    boundaries = rebuild.boundaries() if is_rebuilt else metadata
     found = BACKENDS[name].attend(q, k, v, boundaries=boundaries, options=options)
     true = attention_reference(q, k, v, boundaries=metadata, options=options)
     is_real = ~torch.isin(metadata.sequence_ids, torch.tensor(sorted(metadata.pad_documents), dtype=torch.int32))
@@ -67,6 +69,54 @@ def test_segments_never_touch_another_document() -> None:
         tensor[:, 5:11] = float("nan")
     out = BACKENDS["segments"].attend(q, k, v, boundaries=metadata, options=AttentionOptions(0.3))
     assert out[:, :5].isfinite().all() and out[:, 11:].isfinite().all()
+
+
+def deaf(change: dict[str, object]) -> Attend:
+    """The reference, deaf to one thing that a layer asks."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, boundaries: Boundaries, options: AttentionOptions):
+        return attention_reference(q, k, v, boundaries=boundaries, options=dataclasses.replace(options, **change))
+
+    return attend
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("layer", "change"),
+    [
+        (AttentionLayer(64, 8, 64, 128, None, True), {"window": None}),
+        (AttentionLayer(64, 8, 64, 128, None, True), {"window": 39}),
+        (AttentionLayer(8, 2, 64, 4096), {"window": None}),
+        (AttentionLayer(8, 2, 64, None, 50.0), {"softcap": None}),
+        (AttentionLayer(8, 2, 64, None, 30.0), {"softcap": 40.0}),
+        (AttentionLayer(8, 2, 64, None, None, True), {"scale": 0.13}),
+    ],
+    ids=["window", "window-by-one", "long-window", "softcap", "other-softcap", "scale"],
+)
+def test_the_check_hears_what_a_backend_does_not(
+    layer: AttentionLayer, change: dict[str, object], dtype: torch.dtype
+) -> None:
+    wrong = dataclasses.replace(BACKENDS["sdpa"], attend=deaf(change))
+    assert probe_backend(wrong, layer, dtype=dtype, device=torch.device("cpu")).faults
+    assert not probe_backend(BACKENDS["sdpa"], layer, dtype=dtype, device=torch.device("cpu")).faults
+
+
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_several_rows_with_sinks(name: str) -> None:
+    metadata = build_packed_metadata([(5, 6), (9,), (1, 2, 7)], row_length=11)
+    tensors = [torch.randn(3, 11, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    options = AttentionOptions(0.3, 4, None, sinks)
+    found = BACKENDS[name].attend(*tensors, boundaries=metadata, options=options)
+    true = attention_reference(*tensors, boundaries=metadata, options=options)
+    assert torch.allclose(found, true, atol=1e-12)
+    weights = torch.randn_like(true)
+    pairs = zip(
+        torch.autograd.grad((found * weights).sum(), [*tensors, sinks]),
+        torch.autograd.grad((true * weights).sum(), [*tensors, sinks]),
+        strict=True,
+    )
+    assert all(torch.allclose(one, other, atol=1e-12) for one, other in pairs)
 
 
 def test_derived_masks_serve_all_layers() -> None:

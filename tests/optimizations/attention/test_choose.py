@@ -32,7 +32,15 @@ def choose(kind: str, wanted: str, hardware: Hardware, *, packing: bool = True, 
     dtype = more.get("dtype", torch.bfloat16)
     model = more.get("model") or skeleton(kind)
     stock = "eager" if kind == "gpt_oss" or wanted == "eager" else "sdpa"
-    return choose_attention(wanted, skeleton=model, stock=stock, hardware=hardware, dtype=dtype, packing=packing)
+    return choose_attention(
+        wanted,
+        skeleton=model,
+        stock=stock,
+        hardware=hardware,
+        dtype=dtype,
+        packing=packing,
+        slots=more.get("slots", 16_384),
+    )
 
 
 @pytest.fixture(params=[True, False], ids=["flash-attn-4", "without"])
@@ -65,6 +73,11 @@ def test_auto_takes_the_fastest_that_is_right(
     assert "the fastest that is right on" in choice.reason
 
 
+def test_short_rows_take_torchs_own_kernel(has_flash4: bool) -> None:
+    choice = choose("qwen3", "auto", H200, slots=4096)
+    assert (choice.name, choice.faster) == ("varlen", "")
+
+
 def test_fp32_and_fp16_on_old_cards() -> None:
     assert choose("qwen3", "auto", RTX3090, dtype=torch.float32).name == "segments"
     assert choose("qwen3", "auto", T4, dtype=torch.float16).name == "segments"
@@ -79,7 +92,7 @@ def test_a_named_backend_that_is_not_to_be_had_is_an_error(name: str) -> None:
 
 def test_wrong_gradients_on_new_cards_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash4, "installed", lambda: Support(True))
-    with pytest.raises(EnvironmentProblem, match="grouped keys and values are wrong on compute capability 12"):
+    with pytest.raises(EnvironmentProblem, match="gradients of packed rows are wrong"):
         choose("qwen3", "flash4", RTX5090)
     with pytest.raises(EnvironmentProblem, match=r"right for multiples of 32"):
         choose("qwen3", "flash4", H200, model=skeleton_of_width(80))
@@ -127,4 +140,22 @@ def test_an_architecture_without_backends_keeps_its_own() -> None:
     applied = plan_metadata_cache(True, choice)
     assert applied.state == "not applicable" and "own attention" in applied.reason
     with pytest.raises(RecipeError, match="does not take attention backends"):
+        choose("qwen3", "segments", CPU, model=model)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"),
+    [
+        ("attention_dropout", 0.1, "attention dropout"),
+        ("attention_chunk_size", 8, "inside chunks of 8"),
+        ("kv_lora_rank", 16, "latent attention"),
+        ("layer_types", ["full_attention", "chunked_attention"], "kind chunked_attention"),
+    ],
+)
+def test_attention_of_other_kinds_stays_with_transformers(setting: str, value: object, reason: str) -> None:
+    model = skeleton("qwen3")
+    setattr(model.config, setting, value)
+    choice = choose("qwen3", "auto", CPU, model=model)
+    assert choice.backend is None and reason in choice.reason
+    with pytest.raises(RecipeError, match=reason):
         choose("qwen3", "segments", CPU, model=model)

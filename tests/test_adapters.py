@@ -219,6 +219,7 @@ def test_full_fine_tuning_learns_new_tokens(parts: Path, tmp_path: Path, kind: s
 def test_dropout_acts_in_training_alone(parts: Path, tmp_path: Path) -> None:
     """P37: with dropout two forward passes differ while training, and are equal in evaluation."""
     run = train(parts, tmp_path, TIED, {}, {"dropout": 0.5})
+    run.model.get_base_model().set_attn_implementation("sdpa")
     tokens = torch.arange(24)[None]
     first, second = (run.model.train()(input_ids=tokens).logits for _ in range(2))
     assert not torch.equal(first, second)

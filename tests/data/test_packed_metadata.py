@@ -71,6 +71,7 @@ def test_bad_lengths_are_named(rows: list[tuple[int, ...]], length: int, words: 
         build_packed_metadata(rows, row_length=length)
 
 
-def test_a_tail_alone_does_not_make_a_row_packed() -> None:
-    assert build_packed_metadata([(5,), (8,)], row_length=8).has_one_document_a_row
+def test_rows_of_one_document_need_no_mask() -> None:
+    assert build_packed_metadata([(8,), (8,)], row_length=8).has_one_document_a_row
+    assert not build_packed_metadata([(5,), (8,)], row_length=8).has_one_document_a_row
     assert not build_packed_metadata([(5,), (4, 4)], row_length=8).has_one_document_a_row

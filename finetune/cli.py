@@ -17,7 +17,7 @@ from typing import Annotated, Protocol, runtime_checkable
 import typer
 
 import finetune
-from finetune.commands import compare, start
+from finetune.commands import compare, selftest, start
 from finetune.commands.options import JsonOption, OverridesArgument, RecipeArgument, complete_run
 from finetune.console import Console
 from finetune.errors import EnvironmentProblem, ExitCode, FinetuneError, Interrupted, OutOfMemory, RecipeError
@@ -150,6 +150,7 @@ def report(
 
 compare.register(app)
 start.register(app)
+selftest.register(app)
 
 
 def _load(recipe: str, overrides: list[str] | None) -> Recipe:

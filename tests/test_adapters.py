@@ -131,6 +131,8 @@ def logits(model: nn.Module) -> torch.Tensor:
     num_rows = vocabulary_rows(model)  # pyright: ignore[reportArgumentType] - a PeftModel passes the call on
     tokens = torch.randint(0, num_rows, (2, 24), generator=torch.Generator().manual_seed(5))
     tokens[:, -4:] = torch.arange(num_rows - 4, num_rows)
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")  # as a stock user computes
     with torch.autocast("cpu", torch.bfloat16, enabled=model.dtype == torch.bfloat16):
         return model.eval()(input_ids=tokens, use_cache=False).logits
 
@@ -217,6 +219,7 @@ def test_full_fine_tuning_learns_new_tokens(parts: Path, tmp_path: Path, kind: s
 def test_dropout_acts_in_training_alone(parts: Path, tmp_path: Path) -> None:
     """P37: with dropout two forward passes differ while training, and are equal in evaluation."""
     run = train(parts, tmp_path, TIED, {}, {"dropout": 0.5})
+    run.model.get_base_model().set_attn_implementation("sdpa")
     tokens = torch.arange(24)[None]
     first, second = (run.model.train()(input_ids=tokens).logits for _ in range(2))
     assert not torch.equal(first, second)

@@ -64,7 +64,7 @@ CASES = {
     ),
     "model folder that is not there": Case(_model("nowhere"), ExitCode.ENVIRONMENT, "nowhere", "model.path"),
     "model folder without weights": Case(_model("no_weights"), ExitCode.ENVIRONMENT, "no_weights", "init=random"),
-    "packed gpt-oss": Case(_model("moe"), ExitCode.RECIPE, "data.packing", "data.packing=false"),
+    "packed gpt-oss": Case(_model("moe", attention="eager"), ExitCode.RECIPE, "model.attention", "data.packing=false"),
     "disk too small": Case(_model("huge", init="random"), ExitCode.ENVIRONMENT, "", "output.dir"),
     "rows longer than the model's positions": Case(
         _set("data", max_length=100_000), ExitCode.RECIPE, "data.max_length", "512"

@@ -39,7 +39,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(parts: Path, out: Path, kind: str = "qwen3", **sections: dict) -> dict:
     made = make_recipe(parts / kind, parts / "train.jsonl", out, **sections)
-    made["data"] |= {"max_length": 128, "packing": kind != "gpt_oss"}
+    made["data"] |= {"max_length": 128}
     return made
 
 
@@ -60,7 +60,7 @@ def test_losses_equal_those_of_the_cpu(parts: Path, tmp_path: Path, kind: str, a
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_packed_documents_are_separate(parts: Path, attention: str, dtype: str) -> None:
     section = ModelSection(path=str(parts / "qwen3_moe"), device="cuda", dtype=dtype, attention=attention)
-    model = load_model(plan_model(section, packing=True), seed=0)
+    model = load_model(plan_model(section), seed=0)
     assert check_documents_are_separate(model, num_rows=260).ok
 
 
@@ -69,7 +69,7 @@ def test_random_nf4_never_holds_all_16_bit_weights(tmp_path: Path) -> None:
         tmp_path / "model", "llama", weights=False, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16
     )
     section = ModelSection(path=str(folder), device="cuda", dtype="bf16", init="random", quantization="nf4")
-    plan = plan_model(section, packing=True)
+    plan = plan_model(section)
     full = 2 * sum(parameter.numel() for parameter in plan.skeleton.parameters())
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

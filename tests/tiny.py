@@ -23,6 +23,13 @@ SMALL: dict[str, Any] = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {"max_window_layers": 2, "tie_word_embeddings": True},
+    "qwen3_window": {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
     "llama": {"tie_word_embeddings": False},
     "qwen3_moe": {
         "num_experts": 4,
@@ -65,8 +72,10 @@ def make_config(kind: str, **changes: Any) -> Any:
     """The config of a tiny model of one architecture."""
     from transformers import AutoConfig
 
-    values = SMALL | KINDS[kind] | {"vocab_size": 260, "eos_token_id": 258, "pad_token_id": 256, "bos_token_id": None}
-    config = AutoConfig.for_model(kind, **(values | changes))
+    values = SMALL | KINDS[kind]
+    architecture = values.pop("model_type", kind)
+    values |= {"vocab_size": 260, "eos_token_id": 258, "pad_token_id": 256, "bos_token_id": None}
+    config = AutoConfig.for_model(architecture, **(values | changes))
     config.dtype = "float32"
     return config
 

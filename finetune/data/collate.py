@@ -1,9 +1,9 @@
-"""Rows to a batch: pads, restarts positions at each document, counts real tokens. All on the host.
+"""Rows to a batch: pads, numbers documents and positions, counts real tokens. All on the host.
 
 Shape legend: R rows of the micro-batch, L slots of a row (real tokens and the pad tail).
 
-A document is told from its neighbours by its positions, which restart at 0; the pad tail is a document of its own, so
-no real token can see it and its positions stay small. Example, two documents of 3 and 2 tokens in a row of 8:
+Where documents begin is in `packed_metadata.py`; the pad tail is a document of its own, so no real token can see it and
+its positions stay small. Example, two documents of 3 and 2 tokens in a row of 8:
 
     input_ids     a0 a1 a2 b0 b1  .  .  .
     position_ids   0  1  2  0  1  0  1  2
@@ -18,6 +18,7 @@ from typing import NotRequired, TypedDict
 import numpy as np
 import torch
 
+from finetune.data.packed_metadata import PackedMetadata, build_packed_metadata
 from finetune.data.rows import RowTokens
 from finetune.data.types import IGNORE_INDEX
 
@@ -30,7 +31,7 @@ class Batch(TypedDict):
 
     input_ids: torch.Tensor  # int64 [R, L]
     labels: torch.Tensor  # int64 [R, L]
-    position_ids: torch.Tensor  # int64 [R, L]
+    packed_metadata: PackedMetadata  # positions and boundaries, one buffer
     loss_weights: NotRequired[torch.Tensor]  # float32 [R, L], only where a learned token has a weight other than 1
     num_real_tokens: int
     num_supervised_tokens: int
@@ -54,19 +55,17 @@ class RowCollator:
         length = self.row_length or _round_up(max(len(row["input_ids"]) for row in rows), PAD_MULTIPLE)
         input_ids = np.full((len(rows), length), self.pad_token_id, dtype=np.int64)
         labels = np.full((len(rows), length), IGNORE_INDEX, dtype=np.int64)
-        position_ids = np.empty((len(rows), length), dtype=np.int64)
         for index, row in enumerate(rows):
             num_tokens = len(row["input_ids"])
             input_ids[index, :num_tokens] = row["input_ids"]
             labels[index, :num_tokens] = row["labels"]
-            starts = np.concatenate(([0], np.cumsum(row["lengths"])))
-            position_ids[index] = _positions(starts, length)
-            labels[index, starts[:-1]] = IGNORE_INDEX  # nothing precedes a document's first token
+            starts = np.cumsum(row["lengths"]) - row["lengths"]
+            labels[index, starts] = IGNORE_INDEX  # nothing precedes a document's first token
         num_supervised_tokens = int((labels != IGNORE_INDEX).sum())
         batch = Batch(
             input_ids=torch.from_numpy(input_ids),
             labels=torch.from_numpy(labels),
-            position_ids=torch.from_numpy(position_ids),
+            packed_metadata=build_packed_metadata([row["lengths"].tolist() for row in rows], row_length=length),
             num_real_tokens=sum(len(row["input_ids"]) for row in rows),
             num_supervised_tokens=num_supervised_tokens,
             sum_of_weights=float(num_supervised_tokens),
@@ -86,12 +85,6 @@ def _weights(rows: list[RowTokens], labels: np.ndarray) -> np.ndarray:
         if "loss_weights" in row:
             weights[index, : len(row["loss_weights"])] *= row["loss_weights"]
     return weights
-
-
-def _positions(starts: np.ndarray, length: int) -> np.ndarray:
-    """Positions that restart at each of `starts` (the last one being the pad tail's), int64 `[length]`."""
-    lengths = np.diff(np.append(starts, length))
-    return np.arange(length) - np.repeat(starts, lengths)
 
 
 def _round_up(value: int, multiple: int) -> int:

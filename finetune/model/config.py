@@ -14,13 +14,6 @@ from finetune.recipe.schema import ModelSection
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WEIGHT_PATTERN = "*.safetensors"
 
-SINKS_MIX_DOCUMENTS = ("gpt_oss",)
-"""Architectures whose stock forward builds its mask without the positions, so that packed documents see each other.
-
-transformers 5.17 and 5.24 leave `position_ids` out of the mask's arguments in `GptOssModel.forward`
-(huggingface/transformers#39997).
-"""
-
 
 @dataclass(frozen=True)
 class ModelPlan:
@@ -31,6 +24,7 @@ class ModelPlan:
     device: torch.device
     dtype: torch.dtype
     attention: str
+    """transformers' own implementation that the model is loaded with; what trains packed rows is chosen elsewhere."""
     skeleton: PreTrainedModel
     """The model on the meta device: names, shapes and classes, no memory."""
 
@@ -39,7 +33,7 @@ class ModelPlan:
         return self.config.model_type
 
 
-def plan_model(section: ModelSection, *, packing: bool) -> ModelPlan:
+def plan_model(section: ModelSection) -> ModelPlan:
     """Reads the config and settles device, format and attention.
 
     Raises:
@@ -50,13 +44,6 @@ def plan_model(section: ModelSection, *, packing: bool) -> ModelPlan:
     config = _load_config(section)
     if section.init == "pretrained":
         _require_weights(section)
-    if packing and config.model_type in SINKS_MIX_DOCUMENTS:
-        raise RecipeError(
-            f"data.packing is true, but {config.model_type} in transformers builds its attention mask without the "
-            "positions, so packed documents would see each other",
-            place="data.packing",
-            remedy="Set data.packing=false: one document a row, which this architecture trains correctly.",
-        )
     dtype = _choose_dtype(section, config)
     if dtype == torch.float16 and device.type == "cpu":
         raise EnvironmentProblem(
@@ -65,8 +52,7 @@ def plan_model(section: ModelSection, *, packing: bool) -> ModelPlan:
             remedy="Set model.dtype to bf16 or fp32, or train on a CUDA device.",
         )
     skeleton = _make_skeleton(section, config, dtype)
-    attention = _choose_attention(section, skeleton)
-    return ModelPlan(section, config, device, dtype, attention, skeleton)
+    return ModelPlan(section, config, device, dtype, _loading_attention(section, skeleton), skeleton)
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -147,17 +133,9 @@ def _make_skeleton(section: ModelSection, config: PretrainedConfig, dtype: torch
         ) from error
 
 
-def _choose_attention(section: ModelSection, skeleton: PreTrainedModel) -> str:
+def _loading_attention(section: ModelSection, skeleton: PreTrainedModel) -> str:
     has_sdpa = bool(getattr(skeleton, "_supports_sdpa", False))
-    if section.attention == "sdpa" and not has_sdpa:
-        raise RecipeError(
-            f"model.attention is sdpa, which {type(skeleton).__name__} does not have in transformers",
-            place="model.attention",
-            remedy="Set model.attention to auto or eager.",
-        )
-    if section.attention == "auto":
-        return "sdpa" if has_sdpa else "eager"
-    return section.attention
+    return "sdpa" if has_sdpa and section.attention != "eager" else "eager"
 
 
 def _listing(folder: Path) -> str:

@@ -33,8 +33,10 @@ class ModelSection(Section):
     """Number format of the weights. `auto` keeps the one that the model's `config.json` names."""
     quantization: Literal["none", "nf4", "int8"] = "none"
     """`nf4` holds the frozen linear layers in 4 bits (QLoRA), `int8` in 8 bits (LLM.int8); both need an adapter."""
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """Attention implementation. `auto` takes `sdpa`, and `eager` where the architecture has no other."""
+    attention: Literal["auto", "flash4", "flash3", "flash2", "varlen", "flex", "sdpa", "segments", "eager"] = "auto"
+    """What computes attention. `auto` takes the fastest that is exact on the device and says which: `flash4` where that
+    is installed, else torch's own `varlen`, on a CPU `segments` (one call a document). `sdpa` takes a dense mask;
+    `eager` is transformers' own attention."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. `auto` takes a CUDA device when there is one; `cuda` is an error when there is none."""
     chat_template: str | None = None
@@ -309,6 +311,14 @@ class EvaluationSection(Section):
     `evaluation.every_steps`."""
 
 
+class OptimizationsSection(Section):
+    """What makes a run faster or smaller without changing its result. `auto` follows a look at the device."""
+
+    packed_metadata_cache: bool | Literal["auto"] = True
+    """Build the boundaries of packed documents, and the masks made from them, once a batch for all layers and their
+    recompute; `false` rebuilds them in every layer."""
+
+
 class OutputSection(Section):
     """The run folder and what goes into it."""
 
@@ -336,4 +346,5 @@ class Recipe(Section):
     data: DataSection
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
+    optimizations: OptimizationsSection = OptimizationsSection()
     output: OutputSection

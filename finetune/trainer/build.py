@@ -18,6 +18,8 @@ from finetune.model.adapter import add_adapter
 from finetune.model.earlier import load_earlier_adapter
 from finetune.model.load import load_model, vocabulary_rows
 from finetune.model.new_tokens import add_rows
+from finetune.optimizations.apply import apply_attention
+from finetune.optimizations.attention.feed import MetadataFeed
 from finetune.recipe.schema import LoraAdapter, Recipe
 from finetune.run.folder import RunFolder
 from finetune.trainer.callbacks.log_on_time import LogOnTimeCallback
@@ -43,6 +45,8 @@ def build_model(recipe: Recipe, prepared: Prepared, *, say: Callable[[str], None
     """
     begun = time.perf_counter()
     base = load_model(prepared.model, seed=recipe.training.seed, say=say)
+    checked = apply_attention(base, prepared.attention, dtype=prepared.model.dtype)
+    ending.checks.append(Check("attention equals the reference", checked.ok, checked.reason))
     if prepared.new_tokens is not None:
         add_rows(base, prepared.new_tokens)
     model = add_adapter(base, recipe.adapter, targets=prepared.targets, new_tokens=prepared.new_tokens)
@@ -51,11 +55,13 @@ def build_model(recipe: Recipe, prepared: Prepared, *, say: Callable[[str], None
         load_earlier_adapter(model, recipe.adapter.continue_from)
     ending.timings["load_seconds"] = time.perf_counter() - begun
     if recipe.data.packing:
-        ending.checks.append(
-            check_documents_are_separate(
-                model, num_rows=vocabulary_rows(base), is_int8=recipe.model.quantization == "int8"
-            )
+        check = check_documents_are_separate(
+            model,
+            num_rows=vocabulary_rows(base),
+            takes_metadata=prepared.attention.backend is not None,
+            is_int8=recipe.model.quantization == "int8",
         )
+        ending.checks.append(check)
     else:
         detail = "not packed: one document a row"
         ending.checks.append(Check("packed documents do not see each other", None, detail))
@@ -82,6 +88,8 @@ def build_trainer(
     )
     trainer.learning_rate_factor = partial(learning_rate_factor, schedule=recipe.training.schedule, plan=prepared.steps)
     trainer.loraplus_ratio = recipe.adapter.loraplus_ratio if isinstance(recipe.adapter, LoraAdapter) else None
+    if prepared.attention.backend is not None:
+        trainer.metadata_feed = MetadataFeed(is_cached=any(a.is_on("packed_metadata_cache") for a in prepared.applied))
     trainer.remove_callback(PrinterCallback)  # transformers' own progress lines; ours replace them
     return trainer
 
@@ -109,6 +117,7 @@ def _arguments(recipe: Recipe, prepared: Prepared, *, output_dir: Path) -> SFTCo
         fp16=plan.dtype == torch.float16,
         use_cpu=plan.device.type == "cpu",
         dataloader_pin_memory=plan.device.type == "cuda",
+        accelerator_config={"non_blocking": plan.device.type == "cuda"},  # a batch crosses without a wait
         eval_strategy="steps" if evaluates else "no",
         eval_steps=evaluation.every_steps if evaluates else None,
         save_strategy="steps",

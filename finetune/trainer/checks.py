@@ -12,6 +12,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 
+from finetune.data.packed_metadata import PackedMetadata, build_packed_metadata
 from finetune.errors import GateStopped
 
 PROBE_TOKENS = 16
@@ -40,11 +41,14 @@ class Check:
 
 
 @torch.no_grad()
-def check_documents_are_separate(model: nn.Module, *, num_rows: int, is_int8: bool = False) -> Check:
+def check_documents_are_separate(
+    model: nn.Module, *, num_rows: int, takes_metadata: bool = False, is_int8: bool = False
+) -> Check:
     """Changes every token of a row's first document and compares the second one's hidden states.
 
     Args:
         num_rows: of the embedding; ids are drawn below it.
+        takes_metadata: the model's attention is one of ours and wants the batch's boundaries.
         is_int8: the model computes in LLM.int8.
 
     Raises:
@@ -53,11 +57,13 @@ def check_documents_are_separate(model: nn.Module, *, num_rows: int, is_int8: bo
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, num_rows, (3, PROBE_TOKENS), generator=generator)
-    positions = torch.arange(PROBE_TOKENS).repeat(2)[None].to(device)
+    metadata = build_packed_metadata([(PROBE_TOKENS, PROBE_TOKENS)], row_length=2 * PROBE_TOKENS).to(device)
     was_training = model.training
     model.eval()
     states = [
-        _last_hidden_states(model, torch.cat((first, tokens[2]))[None].to(device), positions)[:, PROBE_TOKENS:]
+        _last_hidden_states(
+            model, torch.cat((first, tokens[2]))[None].to(device), metadata, takes_metadata=takes_metadata
+        )[:, PROBE_TOKENS:]
         for first in tokens[:2]
     ]
     model.train(was_training)
@@ -138,6 +144,11 @@ def check_loss_again(loss: float | None, *, expected: float, folder: str) -> Che
     return Check("the delivered weights are the ones measured", True, detail)
 
 
-def _last_hidden_states(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    outputs = model(input_ids=input_ids, position_ids=positions, use_cache=False, output_hidden_states=True)
+def _last_hidden_states(
+    model: nn.Module, input_ids: torch.Tensor, metadata: PackedMetadata, *, takes_metadata: bool
+) -> torch.Tensor:
+    more = {"packed_metadata": metadata} if takes_metadata else {}
+    outputs = model(
+        input_ids=input_ids, position_ids=metadata.position_ids, use_cache=False, output_hidden_states=True, **more
+    )
     return outputs.hidden_states[-1]

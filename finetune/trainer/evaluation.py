@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from finetune.optimizations.attention.interface import attention_set_to
 from finetune.recipe.schema import Recipe
 from finetune.run.atomic import write_json
 from finetune.run.checkpoints import checkpoint_step
@@ -47,7 +52,7 @@ class Evaluator:
             pad_token_id=prepared.pad_token_id,
             max_new_tokens=recipe.evaluation.max_new_tokens,
             max_positions=getattr(prepared.model.config.get_text_config(), "max_position_embeddings", None),
-            autocast=lambda: trainer.accelerator.autocast(),
+            context=lambda: generating(trainer, prepared.model.attention),
             say=trainer.say,
         )
         self.stop_ids = self._generator.stop_ids
@@ -168,3 +173,13 @@ def one_line(text: str, *, limit: int = SHOWN_CHARACTERS) -> str:
     """Returns a text as one line of at most `limit` characters."""
     flat = " ".join(text.split())
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."
+
+
+@contextmanager
+def generating(trainer: SftTrainer, attention: str) -> Iterator[None]:
+    """The surroundings of generation: training's number format, and attention that takes a cache and padding."""
+    model = trainer.trained
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel)
+    with trainer.accelerator.autocast(), attention_set_to(base, attention):
+        yield

@@ -28,7 +28,7 @@ class Generator:
         stop_ids: tokens that end an answer.
         max_new_tokens: longest answer.
         max_positions: where the model's positions end; answers end there too.
-        autocast: makes the context that training's forward runs in.
+        context: makes what a forward pass of generation runs in.
         say: is told when memory does not suffice for a batch.
     """
 
@@ -38,7 +38,7 @@ class Generator:
     pad_token_id: int
     max_new_tokens: int
     max_positions: int | None = None
-    autocast: Callable[[], AbstractContextManager[None, bool | None]] = nullcontext
+    context: Callable[[], AbstractContextManager[None, bool | None]] = nullcontext
     say: Callable[[str], None] = lambda text: None
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ class Generator:
             input_ids[row, longest - len(prompt) :] = prompt
             mask[row, longest - len(prompt) :] = 1
         room = self.max_new_tokens if self.max_positions is None else max(1, self.max_positions - longest)
-        with self.autocast():
+        with self.context():
             tokens = self.model.generate(  # pyright: ignore[reportCallIssue] - nn.Module to the checker
                 input_ids=torch.from_numpy(input_ids).to(device),
                 attention_mask=torch.from_numpy(mask).to(device),

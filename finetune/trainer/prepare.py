@@ -29,6 +29,9 @@ from finetune.model.positions import position_limit
 from finetune.model.targets import AdapterTargets, choose_targets
 from finetune.model.tokenizer import load_tokenizer
 from finetune.model.trainable import TrainableTable, trainable_table
+from finetune.optimizations.apply import Applied, plan_metadata_cache
+from finetune.optimizations.attention.choose import AttentionChoice, choose_attention
+from finetune.optimizations.support import probe_hardware
 from finetune.recipe.schema import DataSection, LoraAdapter, Recipe
 from finetune.run.disk import require_disk_space
 from finetune.trainer.held_out import HeldOut, num_answers
@@ -40,6 +43,9 @@ class Prepared:
     """A run that could start now."""
 
     model: ModelPlan
+    attention: AttentionChoice
+    applied: tuple[Applied, ...]
+    """What becomes of each flag of the optimizations."""
     targets: AdapterTargets | None
     new_tokens: NewTokens | None
     table: TrainableTable
@@ -64,7 +70,8 @@ class Prepared:
             "architecture": type(self.model.skeleton).__name__,
             "device": str(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "attention": self.model.attention,
+            "attention": self.attention.name,
+            "optimizations": [applied.as_dict() for applied in self.applied],
             "vocabulary_rows": vocabulary_rows(self.model.skeleton),
             "new_token_ids": list(self.new_tokens.ids) if self.new_tokens is not None else [],
             "samples": len(self.dataset.train),
@@ -125,8 +132,17 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None], warn: Callable[[str],
     Raises:
         FinetuneError: whatever of model, data or recipe does not hold; each names its place and remedy.
     """
-    plan = plan_model(recipe.model, packing=recipe.data.packing)
+    plan = plan_model(recipe.model)
     _require_positions(recipe.data, plan)
+    attention = choose_attention(
+        recipe.model.attention,
+        skeleton=plan.skeleton,
+        stock=plan.attention,
+        hardware=probe_hardware(plan.device),
+        dtype=plan.dtype,
+        packing=recipe.data.packing,
+        slots=recipe.data.max_length * recipe.training.rows_per_micro_batch,
+    )
     tokenizer = load_tokenizer(recipe.model)
     new_tokens = plan_new_tokens(recipe.model, tokenizer, plan.skeleton)
     num_rows = vocabulary_rows(plan.skeleton)
@@ -147,6 +163,8 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None], warn: Callable[[str],
         eval_rows = RowDataset(dataset.eval, plan_rows(dataset.eval, recipe.data, seed=recipe.training.seed))
     return Prepared(
         model=plan,
+        attention=attention,
+        applied=(plan_metadata_cache(recipe.optimizations.packed_metadata_cache, attention),),
         targets=targets,
         new_tokens=new_tokens,
         table=table,

@@ -30,6 +30,7 @@ from finetune.data.collate import RowCollator
 from finetune.data.loss_weights import SMALLEST_WEIGHT
 from finetune.data.rows import RowDataset
 from finetune.errors import GateStopped
+from finetune.optimizations.attention.feed import MetadataFeed
 from finetune.run.checkpoints import checkpoint_step, what_is_left
 from finetune.trainer.memory import halved_when_out_of_memory, random_state_kept
 from finetune.trainer.meter import Meter, MicroBatchRecord, resident_bytes
@@ -39,7 +40,6 @@ from finetune.trainer.skipped_steps import SkippedSteps
 
 METER_FILE = "meter.json"
 HOST_KEYS = ("num_real_tokens", "num_supervised_tokens", "sum_of_weights", "rows")
-MODEL_KEYS = ("input_ids", "labels", "position_ids")
 
 
 class SftTrainer(SFTTrainer):
@@ -91,6 +91,9 @@ class SftTrainer(SFTTrainer):
         self._evaluated: dict[str, float] = {}
         self._evaluated_step = -1
         self._logged_step = 0
+        self.metadata_feed: MetadataFeed | None = None
+        """Set where attention is one of ours; transformers' own attention takes positions only."""
+        self._logged_builds = 0
         self.learning_rate_factor: Callable[[int], float] = lambda step: 1.0
         self.loraplus_ratio: float | None = None
         self.say: Callable[[str], None] = lambda text: None
@@ -207,7 +210,10 @@ class SftTrainer(SFTTrainer):
 
     def _loss_sum(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Summed cross entropy of a batch, each token times its weight, and the load-balancing loss of an MoE."""
-        arguments = {key: inputs[key] for key in MODEL_KEYS}
+        metadata = inputs["packed_metadata"]
+        arguments = {key: inputs[key] for key in ("input_ids", "labels")} | {"position_ids": metadata.position_ids}
+        if self.metadata_feed is not None:
+            arguments["packed_metadata"] = self.metadata_feed.argument(metadata)
         if self.aux_loss_enabled:
             arguments["output_router_logits"] = True
         outputs = model(**arguments, fused_lm_head=True, use_cache=False)
@@ -316,6 +322,9 @@ class SftTrainer(SFTTrainer):
             "host_memory_bytes": resident_bytes(),
             "elapsed_seconds": self.meter.elapsed_seconds,
         }
+        if self.metadata_feed is not None:
+            builds = self.metadata_feed.num_builds
+            figures["metadata_builds"], self._logged_builds = builds - self._logged_builds, builds
         if self._aux_losses:
             figures["aux_loss"] = torch.stack(self._aux_losses).mean().item()
             self._aux_losses = []
@@ -342,6 +351,7 @@ class SftTrainer(SFTTrainer):
         batch = self._rows_collator([self.train_dataset[row] for row in record.rows])
         path = self.failure_dir / f"failed_batch_step_{self.state.global_step}.npz"
         arrays = {name: value.numpy() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        arrays["position_ids"] = batch["packed_metadata"].position_ids.numpy()
         np.savez_compressed(path, allow_pickle=False, rows=np.array(record.rows), **arrays)
         return path
 

@@ -42,8 +42,9 @@ def show_plan(console: Console, prepared: Prepared) -> None:
     console.prose(
         f"model   {type(model.skeleton).__name__}, {_count(table.num_base)} weights, "
         f"{str(model.dtype).removeprefix('torch.')}, quantization {model.section.quantization}, "
-        f"attention {model.attention}, on {model.device}"
+        f"on {model.device}"
     )
+    _show_attention(console, prepared)
     counts, *others = prepared.dataset.ledger.summary_lines()
     console.prose(f"data    {counts}")
     for line in others:  # with paths, which stay whole
@@ -90,6 +91,15 @@ def show_plan(console: Console, prepared: Prepared) -> None:
         ("what is trained", "tensors", "weights", "dtype"),
         [(group.name, group.num_tensors, group.num_parameters, group.dtype) for group in table.groups],
     )
+
+
+def _show_attention(console: Console, prepared: Prepared) -> None:
+    """Prints what computes attention, what would be faster, and what becomes of each flag."""
+    console.prose(f"attends {prepared.attention.name}: {prepared.attention.reason}")
+    if prepared.attention.faster:
+        console.prose(f"        {prepared.attention.faster}")
+    for applied in prepared.applied:
+        console.prose(f"flag    {applied.flag} {applied.state}: {applied.reason}")
 
 
 def show_start(console: Console, prepared: Prepared, checkpoint: Path | None) -> None:

@@ -19,7 +19,7 @@ def test_the_docstrings_example() -> None:
     """P31: the first label of each document of a row is ignored, so none is learned from the document before it."""
     batch = RowCollator(row_length=8, pad_token_id=0)([row(5, 3, 2)])
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 0, 0, 0]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert batch["packed_metadata"].position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
     x = IGNORE_INDEX
     assert batch["labels"].tolist() == [[x, 2, 3, x, 5, x, x, x]]
     assert (batch["num_real_tokens"], batch["num_supervised_tokens"], batch["rows"]) == (5, 3, [5])
@@ -27,7 +27,7 @@ def test_the_docstrings_example() -> None:
 
 def test_a_full_row_has_no_tail() -> None:
     batch = RowCollator(row_length=5, pad_token_id=0)([row(0, 2, 3)])
-    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
+    assert batch["packed_metadata"].position_ids.tolist() == [[0, 1, 0, 1, 2]]
 
 
 def test_unpacked_rows_are_padded_to_the_longest_of_the_batch() -> None:
@@ -46,4 +46,4 @@ def test_a_pad_token_that_is_also_a_real_token_keeps_its_label() -> None:
 
 def test_types_are_what_the_model_takes() -> None:
     batch = RowCollator(row_length=8, pad_token_id=0)([row(0, 3)])
-    assert all(batch[key].dtype == torch.int64 for key in ("input_ids", "labels", "position_ids"))
+    assert all(batch[key].dtype == torch.int64 for key in ("input_ids", "labels"))

@@ -32,7 +32,7 @@ def section(path: Path, **values: object) -> ModelSection:
 )
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_weights_are_held_as_the_recipe_says(folder: Path, dtype: str, expected: torch.dtype, init: str) -> None:
-    model = load_model(plan_model(section(folder, dtype=dtype, init=init), packing=True), seed=0)
+    model = load_model(plan_model(section(folder, dtype=dtype, init=init)), seed=0)
     assert {parameter.dtype for parameter in model.parameters()} == {expected}
 
 
@@ -41,7 +41,7 @@ def test_auto_keeps_bf16(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model", "llama", weights=False)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    assert plan_model(section(folder, init="random"), packing=True).dtype == torch.bfloat16
+    assert plan_model(section(folder, init="random")).dtype == torch.bfloat16
 
 
 def test_a_config_without_dtype_must_be_told(tmp_path: Path) -> None:
@@ -50,22 +50,20 @@ def test_a_config_without_dtype_must_be_told(tmp_path: Path) -> None:
     config.pop("dtype")
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(RecipeError, match=r"model\.dtype is auto"):
-        plan_model(section(folder, init="random"), packing=True)
+        plan_model(section(folder, init="random"))
 
 
 def test_random_weights_come_from_the_seed(folder: Path) -> None:
-    plan = plan_model(section(folder, init="random"), packing=True)
+    plan = plan_model(section(folder, init="random"))
     first, again, other = (load_model(plan, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_auto_attention_is_what_the_architecture_has(folder: Path, tmp_path: Path) -> None:
-    assert plan_model(section(folder), packing=True).attention == "sdpa"
+def test_a_model_is_loaded_with_the_attention_that_its_architecture_has(folder: Path, tmp_path: Path) -> None:
+    assert plan_model(section(folder)).attention == "sdpa"
     oss = make_model_folder(tmp_path / "oss", "gpt_oss", weights=False)
-    assert plan_model(section(oss, init="random"), packing=False).attention == "eager"
-    with pytest.raises(RecipeError, match="sdpa"):
-        plan_model(section(oss, init="random", attention="sdpa"), packing=False)
+    assert plan_model(section(oss, init="random")).attention == "eager"
 
 
 def test_missing_tensors_are_not_filled_with_random_ones(tmp_path: Path) -> None:
@@ -74,7 +72,7 @@ def test_missing_tensors_are_not_filled_with_random_ones(tmp_path: Path) -> None
     tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(EnvironmentProblem, match=r"1 tensors are missing.*up_proj"):
-        load_model(plan_model(section(folder), packing=True), seed=0)
+        load_model(plan_model(section(folder)), seed=0)
 
 
 def test_weights_that_the_model_does_not_use_are_told(tmp_path: Path) -> None:
@@ -83,7 +81,7 @@ def test_weights_that_the_model_does_not_use_are_told(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     said: list[str] = []
-    load_model(plan_model(section(folder), packing=True), seed=0, say=said.append)
+    load_model(plan_model(section(folder)), seed=0, say=said.append)
     assert len(said) == 1
     assert "9 tensors" in said[0]
     assert "model.layers.1." in said[0]
@@ -91,7 +89,7 @@ def test_weights_that_the_model_does_not_use_are_told(tmp_path: Path) -> None:
 
 def test_fp16_on_the_cpu_is_refused(folder: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="GPU"):
-        plan_model(section(folder, dtype="fp16"), packing=True)
+        plan_model(section(folder, dtype="fp16"))
 
 
 def test_cut_weights_are_an_error(tmp_path: Path) -> None:
@@ -99,7 +97,7 @@ def test_cut_weights_are_an_error(tmp_path: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(EnvironmentProblem) as caught:
-        load_model(plan_model(section(folder), packing=True), seed=0)
+        load_model(plan_model(section(folder)), seed=0)
     assert str(folder) in caught.value.place
 
 
@@ -114,7 +112,7 @@ def test_pad_token_lies_inside_the_embedding(pad: int | None, eos: int, rows: in
 
 
 def test_the_embedding_is_never_resized(folder: Path) -> None:
-    plan = plan_model(section(folder), packing=True)
+    plan = plan_model(section(folder))
     assert vocabulary_rows(plan.skeleton) == vocabulary_rows(load_model(plan, seed=0)) == 260
 
 
@@ -146,4 +144,4 @@ def test_a_tokenizer_of_another_model_is_told(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model", "llama", weights=False, vocab_size=200, pad_token_id=None)
     wanted = section(folder, init="random", new_tokens=["<cite>"])
     with pytest.raises(EnvironmentProblem, match="model has 200 rows"):
-        plan_new_tokens(wanted, load_tokenizer(wanted), plan_model(wanted, packing=True).skeleton)
+        plan_new_tokens(wanted, load_tokenizer(wanted), plan_model(wanted).skeleton)

@@ -45,7 +45,7 @@ def with_dequantized_weights(model: torch.nn.Module) -> torch.nn.Module:
 def test_the_gradient_survives_a_forward_in_evaluation_mode(tmp_path: Path, init: str, dtype: str) -> None:
     """bitsandbytes rearranges weights for inference there on some CPUs, after which gradients stop at each layer."""
     folder = make_model_folder(tmp_path / "model", "qwen3")
-    plan = plan_model(section(folder, init=init, dtype=dtype), packing=False)
+    plan = plan_model(section(folder, init=init, dtype=dtype))
     model = load_model(plan, seed=3).train()
     embeddings = torch.randn(1, 12, 64, generator=torch.Generator().manual_seed(0)).to(plan.dtype)
     before = input_gradient(model, embeddings)
@@ -62,7 +62,7 @@ def test_random_weights_have_the_buffers_and_norms_of_stock(tmp_path: Path) -> N
     from transformers import AutoModelForCausalLM
 
     folder = make_model_folder(tmp_path / "model", "llama", weights=False)
-    model = load_model(plan_model(section(folder, init="random"), packing=False), seed=0)
+    model = load_model(plan_model(section(folder, init="random")), seed=0)
     stock = AutoModelForCausalLM.from_config(make_config("llama"))
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     buffers = dict(model.named_buffers())
@@ -79,13 +79,13 @@ def test_random_weights_have_the_buffers_and_norms_of_stock(tmp_path: Path) -> N
 
 def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model", "qwen3", weights=False)
-    model = load_model(plan_model(section(folder, init="random"), packing=False), seed=0)
+    model = load_model(plan_model(section(folder, init="random")), seed=0)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_experts_that_stay_in_full_are_counted(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model", "qwen3_moe")
-    model = load_model(plan_model(section(folder), packing=False), seed=0)
+    model = load_model(plan_model(section(folder)), seed=0)
     assert unquantized_bytes(model) == 2 * 4 * (2 * 32 * 64 + 64 * 32) * 4
 
 
@@ -93,7 +93,7 @@ def test_experts_that_stay_in_full_are_counted(tmp_path: Path) -> None:
 def test_int8_is_what_its_weights_stand_for(tmp_path: Path, init: str) -> None:
     """Loaded or drawn, with the gradient of the dequantized weights up to the rounding of the inputs to 8 bits."""
     folder = make_model_folder(tmp_path / "model", "qwen3")
-    plan = plan_model(section(folder, init=init, quantization="int8"), packing=False)
+    plan = plan_model(section(folder, init=init, quantization="int8"))
     model = load_model(plan, seed=3).train()
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear8bitLt)}
     assert len(layers) == 14

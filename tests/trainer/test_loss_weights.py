@@ -53,8 +53,17 @@ def mean_loss(model: torch.nn.Module, batches: list[dict[str, Any]]) -> float:
     total = weights = 0.0
     with torch.no_grad():
         for batch in batches:
-            inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
-            logits = model(**inputs, use_cache=False).logits[:, :-1].double()
+            metadata = batch["packed_metadata"]
+            logits = (
+                model(
+                    input_ids=batch["input_ids"],
+                    position_ids=metadata.position_ids,
+                    packed_metadata=metadata,
+                    use_cache=False,
+                )
+                .logits[:, :-1]
+                .double()
+            )
             labels = batch["labels"][:, 1:]
             is_learned = labels != -100
             nll = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.data.references import render_prompts
 from finetune.trainer.callbacks.after_evaluation import AfterEvaluationCallback
+from finetune.trainer.evaluation import generating
 from finetune.trainer.generate import Generator
 from finetune.trainer.memory import halved_when_out_of_memory
 
@@ -58,7 +59,13 @@ def test_evaluation_builds_no_logits_of_all_tokens(folder: Path, tmp_path: Path)
     assert batch["input_ids"].numel() >= 500
     assert seen.most_positions <= 64  # the hidden size: the head's own weight, transposed
     with LargestWithVocabulary() as seen, torch.no_grad():
-        trainer.model(input_ids=batch["input_ids"], use_cache=False)
+        metadata = batch["packed_metadata"]
+        trainer.model(
+            input_ids=batch["input_ids"],
+            position_ids=metadata.position_ids,
+            packed_metadata=metadata,
+            use_cache=False,
+        )
     assert seen.most_positions >= 500, "the plain forward is to be seen building them"
 
 
@@ -130,7 +137,12 @@ def test_evaluations_and_samples_change_no_weight(folder: Path, tmp_path: Path) 
 
 def answerer(trainer: Any, prepared: Any) -> Generator:
     return Generator(
-        model=trainer.trained, tokenizer=prepared.tokenizer, stop_ids=(258,), pad_token_id=256, max_new_tokens=4
+        model=trainer.trained,
+        tokenizer=prepared.tokenizer,
+        stop_ids=(258,),
+        pad_token_id=256,
+        max_new_tokens=4,
+        context=lambda: generating(trainer, prepared.model.attention),
     )
 
 

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(folder: Path, out: Path, kind: str = "qwen3", **sections) -> dict:
     made = make_recipe(folder / kind, folder / "train.jsonl", out, **sections)
     made["data"]["max_length"] = 128
-    made["data"]["packing"] = sections.get("data", {}).get("packing", kind != "gpt_oss")
+    made["data"]["packing"] = sections.get("data", {}).get("packing", True)
     made["training"]["max_steps"] = sections.get("training", {}).get("max_steps", 4)
     return made
 
@@ -153,8 +153,8 @@ def test_packing_is_on_or_refused(folder: Path, tmp_path: Path) -> None:
     assert prepared.is_packed and len(plan) < len(plan.sample_indices) == 43
     assert plan.num_tokens == prepared.dataset.ledger.tokens_in
     with pytest.raises(RecipeError, match=r"data\.packing") as caught:
-        build(recipe(folder, tmp_path / "other", "gpt_oss", data={"packing": True}))
-    assert "data.packing=false" in caught.value.remedy
+        build(recipe(folder, tmp_path / "other", "gpt_oss", model={"attention": "eager"}))
+    assert "model.attention=auto" in caught.value.remedy
 
 
 def test_adapters_over_a_quantized_base_stay_fp32(folder: Path, tmp_path: Path) -> None:

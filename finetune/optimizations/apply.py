@@ -1,0 +1,131 @@
+"""The one switchboard: everything that is done to a loaded model, in order, with one line of report for each flag."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from finetune.data.packed_metadata import build_packed_metadata
+from finetune.errors import GateStopped
+from finetune.model.load import vocabulary_rows
+from finetune.optimizations.attention.choose import AttentionChoice
+from finetune.optimizations.attention.feed import MetadataFeed
+from finetune.optimizations.attention.interface import register_backends
+from finetune.optimizations.attention.probe import probe_backend
+from finetune.optimizations.attention.types import AttentionLayer
+
+DOCUMENT_TOKENS = 96
+"""Of the document that is compared under the backend and under transformers' own attention."""
+STOCK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+"""Median relative difference of the last hidden states, over all layers: rounding of the formats."""
+
+State = Literal["on", "off", "not applicable"]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What became of one flag."""
+
+    flag: str
+    state: State
+    reason: str
+
+    def is_on(self, flag: str) -> bool:
+        """Says whether this is the line of `flag`, and it is on."""
+        return self.flag == flag and self.state == "on"
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def plan_metadata_cache(flag: bool | Literal["auto"], choice: AttentionChoice) -> Applied:
+    """Says whether the boundaries of a batch are cached; it works with every backend, and costs nothing."""
+    name = "packed_metadata_cache"
+    if choice.backend is None:
+        return Applied(name, "not applicable", f"{choice.stock} is transformers' own attention, with its own masks")
+    if flag is False:
+        return Applied(name, "off", "the recipe says so: each layer rebuilds its boundaries from the positions")
+    return Applied(name, "on", f"boundaries are built once a batch, on the host, for attention `{choice.name}`")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the check at load found; `ok` is None where there was nothing of ours to check."""
+
+    ok: bool | None
+    reason: str
+
+
+def apply_attention(model: PreTrainedModel, choice: AttentionChoice, *, dtype: torch.dtype) -> Checked:
+    """Checks the chosen backend on the model's kinds of layers and sets it.
+
+    Args:
+        model: the base model, on its device, loaded with `choice.stock`.
+        dtype: format that attention computes in.
+
+    Raises:
+        GateStopped: the backend is wrong for a kind of layer.
+    """
+    if choice.backend is None:
+        return Checked(None, f"{choice.stock}: transformers' own")
+    try:
+        faults = [fault for layer in choice.layers for fault in _layer_faults(choice, layer, model, dtype)]
+        difference = _difference_from_stock(model, choice)
+    except (RuntimeError, ValueError, TypeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise _wrong(choice, f"it fails: {str(error).strip().splitlines()[0]}") from error
+    if faults:
+        raise _wrong(choice, "; ".join(faults))
+    limit = STOCK_TOLERANCE.get(dtype, 0.1)
+    if not difference <= limit:
+        raise _wrong(choice, f"one document gives other states than under `{choice.stock}` ({difference:.1e} of them)")
+    kinds = "; ".join(layer.label for layer in choice.layers)
+    near = f"output and gradients are as near to fp32's as plain torch's, for {kinds}"
+    return Checked(True, f"{choice.name}: {near}; one document differs from {choice.stock} by {difference:.1e}")
+
+
+def _wrong(choice: AttentionChoice, what: str) -> GateStopped:
+    return GateStopped(
+        f"attention `{choice.name}` is wrong for this model on this device: {what}",
+        place="model.attention",
+        remedy="Set model.attention to another backend, such as varlen, sdpa or segments, or to eager.",
+    )
+
+
+def _layer_faults(
+    choice: AttentionChoice, layer: AttentionLayer, model: PreTrainedModel, dtype: torch.dtype
+) -> list[str]:
+    assert choice.backend is not None
+    result = probe_backend(choice.backend, layer, dtype=dtype, device=next(model.parameters()).device)
+    return [f"layers of {layer.label}: {fault}" for fault in result.faults]
+
+
+@torch.no_grad()
+def _difference_from_stock(model: PreTrainedModel, choice: AttentionChoice) -> float:
+    """Sets the backend, and returns how far a document's last hidden states are from those under transformers' own
+    attention: the median over tokens of the difference's norm over the state's. What a layer asks of attention and a
+    backend does not hear (a chunk, a bias) shows here. A median, since in 16 bits a few tokens of an MoE may go to
+    other experts."""
+    assert choice.backend is not None
+    register_backends()
+    device = next(model.parameters()).device
+    rows = vocabulary_rows(model)
+    ids = torch.randint(0, rows, (1, DOCUMENT_TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
+    metadata = build_packed_metadata([(DOCUMENT_TOKENS,)], row_length=DOCUMENT_TOKENS).to(device)
+    arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False, "output_hidden_states": True}
+    was_training = model.training
+    model.eval()
+    stock = model(**arguments).hidden_states[-1][0].float()
+    model.set_attn_implementation(choice.backend.registered)
+    worst = 0.0
+    for is_cached in (True, False):
+        argument = MetadataFeed(is_cached=is_cached).argument(metadata)
+        own = model(**arguments, position_ids=metadata.position_ids, packed_metadata=argument).hidden_states[-1][0]
+        relative = (own.float() - stock).norm(dim=-1) / stock.norm(dim=-1).clamp(min=1e-12)
+        worst = max(worst, relative.median().item())
+    model.train(was_training)
+    return worst

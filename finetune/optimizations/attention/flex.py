@@ -1,0 +1,72 @@
+"""torch's flex attention: the packed mask as a block schedule, made once a batch; compiled once a shape.
+
+For fp16, bf16 and fp32 on CUDA; its CPU version has no backward.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from finetune.optimizations.attention.types import AttentionOptions, Boundaries
+
+_MOST_KERNELS = 128
+
+
+def attend_flex(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, boundaries: Boundaries, options: AttentionOptions
+) -> torch.Tensor:
+    """See `Attend`."""
+    block_mask = boundaries.derived(
+        ("block_mask", options.window), lambda: make_block_mask(boundaries, window=options.window)
+    )
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    result: Any = _compiled()(
+        q, k, v,
+        score_mod=None if options.softcap is None else _capped(options.softcap),
+        block_mask=block_mask,
+        scale=options.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_lse=options.sinks is not None,
+    )  # fmt: skip
+    if options.sinks is None:
+        return result.transpose(1, 2)
+    out, lse = result
+    # exp(lse - lse') of sinks.py, written as a sigmoid; flex attention gives the gradient of its log-sum-exp.
+    factor = torch.sigmoid(lse.float() - options.sinks.float()[None, :, None])
+    return (out * factor[..., None]).to(out.dtype).transpose(1, 2)
+
+
+def make_block_mask(boundaries: Boundaries, *, window: int | None) -> BlockMask:
+    """Returns the schedule of which blocks of keys each block of queries visits."""
+    sequence_ids = boundaries.sequence_ids
+
+    def visible(row: Any, head: Any, q: Any, k: Any) -> Any:
+        same = sequence_ids[row, q] == sequence_ids[row, k]
+        return same & (q >= k) if window is None else same & (q >= k) & (q - k < window)
+
+    return create_block_mask(
+        visible, boundaries.num_rows, None, boundaries.row_length, boundaries.row_length,
+        device=str(sequence_ids.device), _compile=True,
+    )  # fmt: skip
+
+
+@cache
+def _compiled() -> Any:
+    # One kernel for each window, number format, row length, and with or without gradients: more than the 8 after which
+    # torch gives up and takes plain operations, in the middle of a run. A whole graph is an error there instead.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KERNELS)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+@cache
+def _capped(softcap: float) -> Any:
+    """One function a value, since a new one would be compiled again."""
+
+    def score_mod(score: Any, row: Any, head: Any, q: Any, k: Any) -> Any:
+        return softcap * torch.tanh(score / softcap)
+
+    return score_mod

@@ -16,8 +16,9 @@ from finetune.run.environment import collect_environment
 from finetune.run.folder import RunFolder, check_output_folder, create_run_folder, open_run_folder
 from finetune.trainer.build import build_model, build_trainer
 from finetune.trainer.checks import check_weights_are_finite
+from finetune.trainer.ending import Ending
 from finetune.trainer.evaluation import Evaluator
-from finetune.trainer.prepare import prepare
+from finetune.trainer.prepare import Prepared, prepare
 from finetune.trainer.result import Results
 from finetune.trainer.summary import closing_report, folder_in_place, note_report, show_plan, show_result, show_start
 from finetune.trainer.watch import watch
@@ -82,7 +83,15 @@ def train(
         run = create_run_folder(folder, recipe_text=dump_recipe(recipe), recipe_hash=digest, environment=environment)
     run.require_same_data(prepared.data_digest(), date=prepared.dataset.date, hub_commits=prepared.dataset.hub_commits)
 
-    # From here on the run writes; whatever happens below, its report says so.
+    ending = _train_into(run, recipe, prepared, console=console, resume=resume, started=started)
+    show_result(console, run, ending.report)
+    return TrainOutcome(ending.status, str(run.path), prepared.plan_dict(), ending.report)
+
+
+def _train_into(
+    run: RunFolder, recipe: Recipe, prepared: Prepared, *, console: Console, resume: bool, started: float
+) -> Ending:
+    """Trains into the run's folder and returns how it ended; whatever happens here, the run's report says so."""
     with run.lock(), folder_in_place(run), closing_report(run, recipe, prepared, started=started) as ending:
         checkpoint = run.latest_checkpoint() if resume else None
         model = build_model(recipe, prepared, say=console.warning, ending=ending)
@@ -106,8 +115,7 @@ def train(
             ending.result = results.finish(evaluator.last_loss())
             ending.after = evaluator.measure_result(ending)
             ending.timings["evaluation_seconds"] = evaluator.seconds
-    show_result(console, run, ending.report)
-    return TrainOutcome(ending.status, str(run.path), prepared.plan_dict(), ending.report)
+    return ending
 
 
 def _as_begun(recipe: Recipe, run: RunFolder) -> Recipe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +20,7 @@ from finetune.start.card import parse_card
 from finetune.start.editor import SCHEMA_NAME, require_own_schema, schema_line, write_schema
 from finetune.start.look import MAX_ROWS, Look, Unmapped, look_at, require_roles
 from finetune.start.recipe_text import RecipeValues, render_recipe
-from finetune.start.suggest import Suggestion, model_facts, suggest
+from finetune.start.suggest import model_facts, suggest
 
 METHODS: Sequence[str] = get_args(TrainingSection.model_fields["method"].annotation)
 ADAPTERS: Sequence[str] = ("lora", "none")
@@ -84,14 +84,7 @@ def init(request: InitRequest, *, console: Console, ask: Ask | None) -> Written:
     require_own_schema(schema)
     require_roles(request.columns)
     asking = Asking(ask, console)
-    data, look = asking.taken(
-        request.data,
-        Question("Data file, folder or hub dataset", "DATA"),
-        lambda data: (data, _looked(data, request.columns, asking)),
-    )
-    if look is not None:
-        for line in look.first_record:
-            console.line(line)
+    data, look = _data(request, asking, console)
     model, folder = asking.taken(
         request.model,
         Question("Model (hub id or folder)", "--model"),
@@ -107,7 +100,7 @@ def init(request: InitRequest, *, console: Console, ask: Ask | None) -> Written:
         run_dir = ask("Folder of the run", run_dir)
     values = suggest(look, card=card, model=model_facts(folder, model), adapter=adapter, max_length=request.max_length)
     if request.eval_fraction is not None:
-        values = Suggestion(**{**vars(values), "eval_fraction": request.eval_fraction})
+        values = replace(values, eval_fraction=request.eval_fraction)
     recipe = RecipeValues(
         schema_line=schema_line(target, schema),
         model=_from_recipe(model, target) if folder is not None else model,
@@ -124,6 +117,18 @@ def init(request: InitRequest, *, console: Console, ask: Ask | None) -> Written:
     written = Written(target, schema, recipe)
     _show(console, written)
     return written
+
+
+def _data(request: InitRequest, asking: Asking, console: Console) -> tuple[str, Look | None]:
+    """Settles the data, and shows the first record as it was understood; hub data is not looked at."""
+    data, look = asking.taken(
+        request.data,
+        Question("Data file, folder or hub dataset", "DATA"),
+        lambda data: (data, _looked(data, request.columns, asking)),
+    )
+    for line in look.first_record if look is not None else ():
+        console.line(line)
+    return data, look
 
 
 def _require_free(target: Path, *, force: bool) -> None:

@@ -134,15 +134,7 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None], warn: Callable[[str],
     """
     plan = plan_model(recipe.model)
     _require_positions(recipe.data, plan)
-    attention = choose_attention(
-        recipe.model.attention,
-        skeleton=plan.skeleton,
-        stock=plan.attention,
-        hardware=probe_hardware(plan.device),
-        dtype=plan.dtype,
-        packing=recipe.data.packing,
-        slots=recipe.data.max_length * recipe.training.rows_per_micro_batch,
-    )
+    attention = _choose_attention(recipe, plan)
     tokenizer = load_tokenizer(recipe.model)
     new_tokens = plan_new_tokens(recipe.model, tokenizer, plan.skeleton)
     num_rows = vocabulary_rows(plan.skeleton)
@@ -155,12 +147,7 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None], warn: Callable[[str],
         max_references=num_answers(recipe.evaluation),
         say=say,
     )
-    _require_tokens_in_vocabulary(dataset.train, num_rows)
-    train_rows = RowDataset(dataset.train, plan_rows(dataset.train, recipe.data, seed=recipe.training.seed))
-    eval_rows = None
-    if dataset.eval is not None:
-        _require_tokens_in_vocabulary(dataset.eval, num_rows)
-        eval_rows = RowDataset(dataset.eval, plan_rows(dataset.eval, recipe.data, seed=recipe.training.seed))
+    train_rows = _rows(dataset.train, recipe, num_rows=num_rows)
     return Prepared(
         model=plan,
         attention=attention,
@@ -172,7 +159,7 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None], warn: Callable[[str],
         pad_token_id=choose_pad_token(tokenizer, num_rows=num_rows),
         dataset=dataset,
         train_rows=train_rows,
-        eval_rows=eval_rows,
+        eval_rows=None if dataset.eval is None else _rows(dataset.eval, recipe, num_rows=num_rows),
         steps=plan_steps(recipe.training, num_rows=len(train_rows)),
         held_out=HeldOut.of(
             recipe.evaluation,
@@ -183,6 +170,24 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None], warn: Callable[[str],
         delivers=_delivers(recipe),
         is_packed=recipe.data.packing,
     )
+
+
+def _choose_attention(recipe: Recipe, plan: ModelPlan) -> AttentionChoice:
+    return choose_attention(
+        recipe.model.attention,
+        skeleton=plan.skeleton,
+        stock=plan.attention,
+        hardware=probe_hardware(plan.device),
+        dtype=plan.dtype,
+        packing=recipe.data.packing,
+        slots=recipe.data.max_length * recipe.training.rows_per_micro_batch,
+    )
+
+
+def _rows(store: SampleStore, recipe: Recipe, *, num_rows: int) -> RowDataset:
+    """Returns the rows of a store whose ids the embedding, of `num_rows` rows, has."""
+    _require_tokens_in_vocabulary(store, num_rows)
+    return RowDataset(store, plan_rows(store, recipe.data, seed=recipe.training.seed))
 
 
 def _delivers(recipe: Recipe) -> Literal["best", "last"]:

@@ -280,17 +280,18 @@ class SftTrainer(SFTTrainer):
 
     @torch.no_grad()
     def _held_out_sum(self, batch_size: int) -> tuple[float, int, float]:
-        """Weighted cross entropy summed over the held-out rows, their supervised tokens, and the sum of the weights;
-        `batch_size` rows at a time."""
+        """Weighted cross entropy summed over the held-out rows, their supervised tokens, and the weights' sum."""
         self.args.per_device_eval_batch_size = batch_size  # also for the evaluations to come
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         num_tokens, sum_of_weights = 0, 0.0
+        builds = self._num_builds
         with self.accelerator.autocast():
             for inputs in self.get_eval_dataloader():
                 num_tokens += inputs["num_supervised_tokens"]
                 sum_of_weights += inputs["sum_of_weights"]
                 loss_sum, _ = self._loss_sum(self.trained, self._prepare_inputs(inputs))
                 total += loss_sum
+        self._logged_builds += self._num_builds - builds  # a training record counts those of training
         return total.item(), num_tokens, sum_of_weights
 
     # --- metrics and checkpoints
@@ -323,12 +324,16 @@ class SftTrainer(SFTTrainer):
             "elapsed_seconds": self.meter.elapsed_seconds,
         }
         if self.metadata_feed is not None:
-            builds = self.metadata_feed.num_builds
-            figures["metadata_builds"], self._logged_builds = builds - self._logged_builds, builds
+            figures["metadata_builds"] = self._num_builds - self._logged_builds
+            self._logged_builds = self._num_builds
         if self._aux_losses:
             figures["aux_loss"] = torch.stack(self._aux_losses).mean().item()
             self._aux_losses = []
         return figures
+
+    @property
+    def _num_builds(self) -> int:
+        return 0 if self.metadata_feed is None else self.metadata_feed.num_builds
 
     def _stop_unless_finite(self, logs: dict[str, float]) -> None:
         grad_norm = logs.get("grad_norm", 0.0)

@@ -70,6 +70,17 @@ def show_plan(console: Console, prepared: Prepared) -> None:
         f"trained {table.num_trainable:,} weights beside {table.num_frozen:,} frozen ones ({table.share:.3%} of all), "
         f"{table.checkpoint_bytes / 2**20:,.1f} MiB a checkpoint"
     )
+    _warn_of_plan(console, prepared)
+    console.table(
+        "",
+        ("what is trained", "tensors", "weights", "dtype"),
+        [(group.name, group.num_tensors, group.num_parameters, group.dtype) for group in table.groups],
+    )
+
+
+def _warn_of_plan(console: Console, prepared: Prepared) -> None:
+    """Prints what the user may want to change before hours are spent."""
+    model, train, steps = prepared.model, prepared.train_rows.plan, prepared.steps
     if steps.total_steps < FEW_STEPS:
         console.warning(
             f"only {plural(steps.total_steps, 'step')}, too few to learn much: the data make "
@@ -86,11 +97,6 @@ def show_plan(console: Console, prepared: Prepared) -> None:
             f"{in_full}: trained in {str(model.dtype).removeprefix('torch.')}, where small updates round away; "
             "model.dtype=fp32 keeps them, for twice the memory."
         )
-    console.table(
-        "",
-        ("what is trained", "tensors", "weights", "dtype"),
-        [(group.name, group.num_tensors, group.num_parameters, group.dtype) for group in table.groups],
-    )
 
 
 def _show_attention(console: Console, prepared: Prepared) -> None:

@@ -52,7 +52,9 @@ def _attend_document(
     """Attention of one document: `[length, H, E]` and twice `[length, K, E]` to `[length, H, E]`."""
     length, window = len(query), options.window
     if options.softcap is not None:
-        visible = _band(length, window, query.device)
+        visible = boundaries.derived(
+            ("visible_band", length, window, query.device), lambda: _band(length, window, query.device)
+        )
         out = dense_softmax_attention(query[None], key[None], value[None], visible=visible, options=options)
         return out[0]
     mask = None

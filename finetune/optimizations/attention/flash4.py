@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import library
 
 from finetune.data.cache import cache_folder
 from finetune.optimizations.attention.chunks import Chunk, attend_in_chunks
@@ -104,7 +105,7 @@ def _settings(
     }
 
 
-@torch.library.custom_op("finetune::flash_attn_4_varlen", mutates_args=())
+@library.custom_op("finetune::flash_attn_4_varlen", mutates_args=())
 def _forward_op(
     q_THE: torch.Tensor,
     k_TKE: torch.Tensor,
@@ -128,7 +129,7 @@ def _(q_THE, k_TKE, v_TKE, *rest):
     return torch.empty_like(q_THE), q_THE.new_empty((q_THE.shape[1], q_THE.shape[0]), dtype=torch.float32)
 
 
-@torch.library.custom_op("finetune::flash_attn_4_varlen_backward", mutates_args=())
+@library.custom_op("finetune::flash_attn_4_varlen_backward", mutates_args=())
 def _backward_op(
     grad_THE: torch.Tensor,
     q_THE: torch.Tensor,

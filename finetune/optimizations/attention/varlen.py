@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import library
 
 from finetune.optimizations.attention.chunks import Chunk, attend_in_chunks
 from finetune.optimizations.attention.sinks import add_sinks, sinks_gradient
@@ -51,7 +52,7 @@ def _public_function() -> tuple[Any, bool]:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-@torch.library.custom_op("finetune::flash_attn_varlen_sinks", mutates_args=())
+@library.custom_op("finetune::flash_attn_varlen_sinks", mutates_args=())
 def _forward_op(
     q_THE: torch.Tensor,
     k_TKE: torch.Tensor,
@@ -75,7 +76,7 @@ def _(q_THE, *rest):
     return torch.empty_like(q_THE), q_THE.new_empty((q_THE.shape[1], q_THE.shape[0]), dtype=torch.float32)
 
 
-@torch.library.custom_op("finetune::flash_attn_varlen_sinks_backward", mutates_args=())
+@library.custom_op("finetune::flash_attn_varlen_sinks_backward", mutates_args=())
 def _backward_op(
     grad_THE: torch.Tensor,
     q_THE: torch.Tensor,

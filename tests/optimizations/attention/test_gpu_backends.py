@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import make_config
+from torch import library
 from transformers import AutoModelForCausalLM
 
 from finetune.data.packed_metadata import build_packed_metadata
@@ -137,7 +138,7 @@ def test_operations_are_registered_soundly(name: str) -> None:
         operation, more = torch.ops.finetune.flash_attn_varlen_sinks.default, (-1,)
     else:
         operation, more = torch.ops.finetune.flash_attn_4_varlen.default, (None, None)
-    torch.library.opcheck(
+    library.opcheck(
         operation, (q, k, v, sinks, metadata.cu_seqlens, *numbers, *more),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )  # fmt: skip

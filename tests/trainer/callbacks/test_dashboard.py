@@ -151,7 +151,7 @@ def test_other_output_appears_above_the_view(
     real = io.StringIO()
     monkeypatch.setattr(sys, "stderr", real)
     handler = logging.StreamHandler()
-    logger = logging.getLogger("a.library")
+    logger = logging.getLogger("some.package")
     logger.addHandler(handler)
 
     def speak(step: int) -> None:

@@ -192,7 +192,7 @@ def _known_error(error: Exception) -> FinetuneError | None:
     if _is_out_of_memory(error):
         first_line = str(error).strip().partition("\n")[0]
         remedy = (
-            "Lower training.rows_per_micro_batch, then data.max_length; keep training.gradient_checkpointing: true; "
+            "Lower training.rows_per_micro_batch, then data.max_length; keep training.gradient_checkpointing: auto; "
             "with a LoRA adapter, set model.quantization: nf4."
         )
         return OutOfMemory(f"memory ran out: {first_line or type(error).__name__}", remedy=remedy)

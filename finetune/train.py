@@ -14,6 +14,7 @@ from finetune.recipe.load import dump_recipe, recipe_hash
 from finetune.recipe.schema import Recipe
 from finetune.run.environment import collect_environment
 from finetune.run.folder import RunFolder, check_output_folder, create_run_folder, open_run_folder
+from finetune.trainer.activations import plan_activations
 from finetune.trainer.build import build_model, build_trainer
 from finetune.trainer.checks import check_weights_are_finite
 from finetune.trainer.ending import Ending
@@ -98,6 +99,7 @@ def _train_into(
         with watch(run, recipe, checkpoint, console=console) as watchers:
             trainer = build_trainer(recipe, prepared, model=model, run=run, callbacks=watchers.callbacks)
             trainer.say = console.warning
+            plan_activations(recipe, prepared, trainer, ending, say=console.prose)
             evaluator = Evaluator(recipe, prepared, trainer, run, say=console.line)
             results = Results(prepared, trainer, run, stop_ids=evaluator.stop_ids)
             # The best weights are kept before an answer could fail.

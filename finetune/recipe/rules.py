@@ -57,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.lora_targets_are_names,
     model_rules.lora_leaves_the_lm_head_alone,
     run_rules.micro_batch_divides_the_step,
+    run_rules.budgets_need_a_plan,
     data_rules.separate_turns_have_turns_to_learn,
     data_rules.date_is_a_day,
     run_rules.evaluation_needs_held_out_data,

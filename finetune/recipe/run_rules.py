@@ -116,3 +116,21 @@ def metric_names_differ(recipe: Recipe) -> Violation | None:
         reason=f"two values would be recorded as `eval_{twice[0]}`",
         remedy="Remove one, or rename its file.",
     )
+
+
+def budgets_need_a_plan(recipe: Recipe) -> Violation | None:
+    """Without a plan nothing would look at the two budgets."""
+    checkpointing = recipe.training.gradient_checkpointing
+    if checkpointing == "auto":
+        return None
+    for name in ("activation_memory", "host_memory"):
+        value = getattr(recipe.optimizations, name)
+        if value != "auto":
+            return Violation(
+                keys=(f"optimizations.{name}", "training.gradient_checkpointing"),
+                found=value,
+                allowed="auto, unless `training.gradient_checkpointing` is auto",
+                reason=f"with `training.gradient_checkpointing: {str(checkpointing).lower()}` nothing is planned",
+                remedy=f"Remove `optimizations.{name}`, or set `training.gradient_checkpointing: auto`.",
+            )
+    return None

@@ -266,8 +266,10 @@ class TrainingSection(Section):
     """Decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, ge=0.0)
     """Gradients are scaled down to this norm; 0 leaves them alone."""
-    gradient_checkpointing: bool = True
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """`auto` plans for each layer what is kept on the device, what goes to the host, and what is computed again in the
+    backward pass, within `optimizations.activation_memory` and `optimizations.host_memory`. `true` keeps the inputs of
+    layers and computes all else again, `false` keeps everything."""
     router_aux_loss: float | None = Field(default=None, ge=0.0)
     """Coefficient of an MoE's load-balancing loss; none takes the model's own, 0 leaves the loss out."""
     seed: int = Field(default=7, ge=0, le=2**32 - 1)
@@ -317,6 +319,14 @@ class OptimizationsSection(Section):
     packed_metadata_cache: bool | Literal["auto"] = True
     """Build the boundaries of packed documents, and the masks made from them, once a batch for all layers and their
     recompute; `false` rebuilds them in every layer."""
+    double_buffered_reload: bool | Literal["auto"] = True
+    """Where the plan has activations on the host, fetch those of the next layer while backward computes on another
+    buffer; `false` has one buffer, and copies and computing take turns. `auto` takes the second buffer where it saves
+    time."""
+    activation_memory: Annotated[float, Field(ge=0.0)] | Literal["auto"] = "auto"
+    """GiB of the device for what backward needs, reload buffers included; `auto` takes what is free."""
+    host_memory: Annotated[float, Field(ge=0.0)] | Literal["auto"] = "auto"
+    """GiB of pinned host memory for the rest; `auto` takes at most four fifths of what is free."""
 
 
 class OutputSection(Section):

@@ -108,7 +108,7 @@ def _arguments(recipe: Recipe, prepared: Prepared, *, output_dir: Path) -> SFTCo
         optim=OPTIMIZERS[training.optimizer],
         weight_decay=training.weight_decay,
         max_grad_norm=training.max_grad_norm,
-        gradient_checkpointing=training.gradient_checkpointing,
+        gradient_checkpointing=training.gradient_checkpointing is True,  # a plan sets its own checkpoints
         gradient_checkpointing_kwargs={"use_reentrant": False},
         router_aux_loss_coef=training.router_aux_loss,
         seed=training.seed,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.optimizations.apply import Applied
+from finetune.optimizations.apply import Applied
 from finetune.run.folder import Status
 from finetune.trainer.checks import Check
 from finetune.trainer.measurement import Measurement
@@ -29,6 +31,14 @@ class Ending:
     timings: dict[str, float] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)
     """What `result.json` holds; empty until there is a result."""
+    applied: list[Applied] = field(default_factory=list)
+    """What became of the flags that are settled once the model is there."""
+    activation_plan: dict[str, object] = field(default_factory=dict)
+    """The plan of the activations in effect; empty where there is none."""
+    applied: list[Applied] = field(default_factory=list)
+    """What became of the flags that are settled once the model is there."""
+    activation_plan: dict[str, object] = field(default_factory=dict)
+    """The plan of the activations in effect; empty where there is none."""
     stopped_early: str = ""
     """Why the run ended before all of its steps, where the recipe asked for that."""
     report: dict[str, Any] = field(default_factory=dict)

@@ -7,42 +7,40 @@ counted; a loss that is not finite stops the run.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
-from peft import PeftModel
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
 
-from finetune.data.collate import RowCollator
+from finetune.data.collate import Batch, RowCollator
 from finetune.data.loss_weights import SMALLEST_WEIGHT
 from finetune.data.rows import RowDataset
-from finetune.errors import GateStopped
+from finetune.optimizations.activations.runtime import Activations
 from finetune.optimizations.attention.feed import MetadataFeed
-from finetune.run.checkpoints import checkpoint_step, what_is_left
+from finetune.run.checkpoints import checkpoint_step
 from finetune.trainer.memory import halved_when_out_of_memory, random_state_kept
 from finetune.trainer.meter import Meter, MicroBatchRecord, resident_bytes
+from finetune.trainer.not_finite import held_out_not_finite, not_finite, save_failed_batch
 from finetune.trainer.optimizer import apply_loraplus
-from finetune.trainer.saved_config import settings_as, training_settings
+from finetune.trainer.replanning import ReplanningStep
+from finetune.trainer.saved_config import training_settings
+from finetune.trainer.saving import SavingTrainer
 from finetune.trainer.skipped_steps import SkippedSteps
 
-METER_FILE = "meter.json"
 HOST_KEYS = ("num_real_tokens", "num_supervised_tokens", "sum_of_weights", "rows")
 
 
-class SftTrainer(SFTTrainer):
+class SftTrainer(SavingTrainer):
     """Trains on rows of `RowDataset`.
 
     Args:
@@ -83,9 +81,10 @@ class SftTrainer(SFTTrainer):
                 parameter.data = adapters[name]
         self.meter = Meter()
         self.failure_dir = Path(str(args.output_dir)).parent
-        self._rows_collator = collator
+        self.rows_collator = collator
         self._has_weights = len(rows[0].store.weight_runs) > 0
         self._aux_losses: list[torch.Tensor] = []
+        self._aux_losses_before_step = 0
         self.held_out_seconds = 0.0
         """Time spent on held-out losses."""
         self._evaluated: dict[str, float] = {}
@@ -98,12 +97,9 @@ class SftTrainer(SFTTrainer):
         self.loraplus_ratio: float | None = None
         self.say: Callable[[str], None] = lambda text: None
         self._skipped_steps = SkippedSteps()
-
-    @property
-    def trained(self) -> nn.Module:
-        """The model; transformers declares its own attribute as one that may be missing."""
-        assert self.model is not None
-        return self.model
+        self.activations: Activations | None = None
+        """Set where checkpoints follow a plan."""
+        self._replanning: ReplanningStep | None = None
 
     def train_from(self, checkpoint: Path | None, *, is_over: bool = False) -> None:
         """Trains from the beginning, or on from a checkpoint; one that holds the last step is only loaded, since
@@ -120,18 +116,6 @@ class SftTrainer(SFTTrainer):
         else:
             self._load_from_checkpoint(str(checkpoint))
             self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-
-    def load_weights(self, folder: Path) -> None:
-        """Takes over the weights that `save_pretrained` wrote into `folder`; the optimizer and the counts stay."""
-        if isinstance(self.trained, PeftModel):
-            super()._load_from_checkpoint(str(folder))
-        else:
-            # transformers (5.17 to 5.24) puts the saved tensors into the model by name and passes over those that do
-            # not fit; a mixture of experts is saved under other names than it has, so its experts would be left out.
-            model: Any = self.trained
-            saved = type(model).from_pretrained(folder, dtype=model.dtype)
-            model.load_state_dict(saved.state_dict())
-        self._evaluated_step = -1
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Makes the optimizer; with a `loraplus_ratio` the B matrices of the adapters get a rate of their own."""
@@ -156,6 +140,11 @@ class SftTrainer(SFTTrainer):
         assert isinstance(self.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
         return self.lr_scheduler
 
+    def load_weights(self, folder: Path) -> None:
+        """Takes over saved weights; what was evaluated is no longer of them."""
+        super().load_weights(folder)
+        self._evaluated_step = -1
+
     # --- one step
 
     def training_step(  # pyright: ignore[reportIncompatibleMethodOverride] - TRL declares it as (*args, **kwargs)
@@ -165,10 +154,31 @@ class SftTrainer(SFTTrainer):
         self.meter.start_micro_batch()
         host = {key: inputs.pop(key) for key in HOST_KEYS}
         num_slots = inputs["input_ids"].numel()
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.activations is None:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        else:
+            loss = self._replanned(model)(self.state.global_step, inputs, num_items_in_batch)
         record = MicroBatchRecord(host["rows"], loss)
         self.meter.count(record, num_real_tokens=host["num_real_tokens"], num_slots=num_slots)
         return loss
+
+    def _replanned(self, model: nn.Module) -> ReplanningStep:
+        """Runs micro-batches so that one which runs out of memory is planned and run again."""
+        if self._replanning is None:
+            assert self.activations is not None
+            run = partial(super().training_step, model)
+            self._replanning = ReplanningStep(
+                self.activations, run=run, begin=self._begin_step, forget=self._forget_step, say=self.say
+            )
+        return self._replanning
+
+    def _begin_step(self) -> None:
+        self._aux_losses_before_step = len(self._aux_losses)
+
+    def _forget_step(self) -> None:
+        """Takes back the gradients, and the auxiliary losses, of the step under way."""
+        self.trained.zero_grad(set_to_none=True)
+        del self._aux_losses[self._aux_losses_before_step :]
 
     def compute_loss(
         self,
@@ -268,12 +278,7 @@ class SftTrainer(SFTTrainer):
         self.trained.train(was_training)
         loss = total / (sum_of_weights or 1.0)
         if not math.isfinite(loss):
-            raise GateStopped(
-                f"the held-out loss is {loss} after step {self.state.global_step}",
-                place=str(self.failure_dir),
-                remedy="Lower training.learning_rate, or use bf16 in place of fp16. "
-                + what_is_left(Path(str(self.args.output_dir))),
-            )
+            raise held_out_not_finite(loss, self.state.global_step, checkpoints=Path(str(self.args.output_dir)))
         seconds = time.perf_counter() - started
         self.held_out_seconds += seconds
         return {"loss": loss, "tokens": num_tokens, "seconds": seconds}
@@ -331,6 +336,10 @@ class SftTrainer(SFTTrainer):
             self._aux_losses = []
         return figures
 
+    def forget_builds(self) -> None:
+        """Leaves builds of metadata so far out of the next training record."""
+        self._logged_builds = self._num_builds
+
     @property
     def _num_builds(self) -> int:
         return 0 if self.metadata_feed is None else self.metadata_feed.num_builds
@@ -341,57 +350,19 @@ class SftTrainer(SFTTrainer):
             return
         record = self.meter.first_not_finite()
         what = "the loss" if record is not None else "the gradient"
-        record = record or self.meter.pending[-1]
-        path = self._save_failed_batch(record)
-        raise GateStopped(
-            f"{what} is not finite at step {self.state.global_step} (loss {logs['loss']}, gradient norm {grad_norm}); "
-            f"the batch (rows {record.rows}) was saved",
-            place=str(path),
-            remedy="Lower training.learning_rate, look at these rows, or use model.dtype=bf16 in place of fp16. "
-            + what_is_left(Path(str(self.args.output_dir))),
+        rows = (record or self.meter.pending[-1]).rows
+        path = save_failed_batch(self.failure_dir, self._batch_of(rows), rows=rows, step=self.state.global_step)
+        raise not_finite(
+            what,
+            step=self.state.global_step,
+            figures=f"loss {logs['loss']}, gradient norm {grad_norm}",
+            rows=rows,
+            saved=path,
+            checkpoints=Path(str(self.args.output_dir)),
         )
 
-    def _save_failed_batch(self, record: MicroBatchRecord) -> Path:
-        """Saves a micro-batch as `failed_batch_step_<n>.npz` (`rows` [R]; the batch's tensors [R, L])."""
-        batch = self._rows_collator([self.train_dataset[row] for row in record.rows])
-        path = self.failure_dir / f"failed_batch_step_{self.state.global_step}.npz"
-        arrays = {name: value.numpy() for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        arrays["position_ids"] = batch["packed_metadata"].position_ids.numpy()
-        np.savez_compressed(path, allow_pickle=False, rows=np.array(record.rows), **arrays)
-        return path
-
-    def config_as_loaded(self) -> AbstractContextManager[None]:
-        """Puts the config back as it was loaded while the model is saved."""
-        return settings_as(self.trained, self._config_as_loaded)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model or its adapter, with the config as it was loaded."""
-        with self.config_as_loaded():
-            super().save_model(output_dir, _internal_call)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Saves an adapter without PEFT's look at the base's vocabulary: it would ask the hub, and where new tokens
-        made the embedding longer, add all of it to each checkpoint."""
-        if not isinstance(self.model, PeftModel):
-            super()._save(output_dir, state_dict)
-            return
-        folder = Path(output_dir or str(self.args.output_dir))
-        self.model.save_pretrained(str(folder), state_dict=state_dict, save_embedding_layers=False)
-        assert self.processing_class is not None
-        self.processing_class.save_pretrained(folder)
-        torch.save(self.args, folder / TRAINING_ARGS_NAME)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Writes the checkpoint with our counts beside it; TRL's own adds a model card, which a run folder is not."""
-        Trainer._save_checkpoint(self, model, trial)
-        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-        (folder / METER_FILE).write_text(json.dumps(self.meter.state_dict()), encoding="utf-8")
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self.load_weights(Path(resume_from_checkpoint))
-        state = (Path(resume_from_checkpoint) / METER_FILE).read_text(encoding="utf-8")
-        self.meter.load_state_dict(json.loads(state))
-        self._logged_step = int(Path(resume_from_checkpoint).name.rpartition("-")[2])
+    def _batch_of(self, rows: list[int]) -> Batch:
+        return self.rows_collator([self.train_dataset[row] for row in rows])
 
 
 def _stand_in(rows: RowDataset) -> datasets.Dataset:

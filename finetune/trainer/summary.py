@@ -191,7 +191,7 @@ def _make_report(
             status=status,
             message=ending.message,
             recipe=recipe.model_dump(mode="json"),
-            plan=prepared.plan_dict(),
+            plan=plan_of(prepared, ending),
             trained=prepared.trained_dict(),
             ledgers=prepared.ledgers_dict(),
             environment=_read_environment(run),
@@ -208,6 +208,13 @@ def _make_report(
             ],
         )
     )
+
+
+def plan_of(prepared: Prepared, ending: Ending) -> dict[str, object]:
+    """The plan with what was settled once the model was there: flags, and the plan of its activations."""
+    plan = prepared.plan_dict()
+    flags = [applied.as_dict() for applied in (*prepared.applied, *ending.applied)]
+    return plan | {"optimizations": flags, "activations": ending.activation_plan}
 
 
 def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> None:

@@ -1,0 +1,280 @@
+"""What each kind of layer costs, measured once on the real model with a micro-batch of the run's own shape.
+
+Each kind of layer is run alone, forward and backward, once for each thing that could be stored. The time that storing a
+group saves is the difference of two such runs; bytes are counted, and the peaks of the device's memory are the
+allocator's own. Gradients that came about are removed afterwards, and no random state moves.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.optimizations.activations.checkpoint import Checkpointing
+from finetune.optimizations.activations.copies import copies_for
+from finetune.optimizations.activations.record import LayerRecord
+from finetune.optimizations.activations.reload import Reload
+from finetune.optimizations.activations.types import Group, GroupCost, LayerCosts, LayerPlan, Link, Place
+
+QUICK_SECONDS = 0.5
+"""A run of a layer that takes longer than this is not repeated."""
+REPETITIONS = 5
+_LINK_BYTES = 64 * 2**20
+_CPU_COPY_RATE = 1e10
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """How the model calls one of its layers."""
+
+    index: int
+    hidden: torch.Tensor  # [R, L, H]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Seen(Exception):
+    """Every kind of layer was called; the rest of the forward is not needed."""
+
+
+def kinds_of(layers: Sequence[nn.Module]) -> tuple[int, ...]:
+    """Numbers the kinds of layers: alike are those of one class with the same parameters' shapes and attention."""
+    seen: dict[Any, int] = {}
+    return tuple(seen.setdefault(_signature(layer), len(seen)) for layer in layers)
+
+
+def _signature(layer: nn.Module) -> tuple[Any, ...]:
+    shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
+    attention = getattr(layer, "attention_type", None)
+    windows = tuple(getattr(module, "sliding_window", None) for module in layer.modules())
+    return type(layer), shapes, attention, windows
+
+
+def capture_calls(layers: Sequence[nn.Module], kinds: Sequence[int], run: Callable[[], object]) -> list[LayerCall]:
+    """Runs the model until each kind of layer was called once; returns these calls, by kind.
+
+    Args:
+        run: a forward pass of the model, without gradients.
+    """
+    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    calls: dict[int, LayerCall] = {}
+
+    def note(kind: int, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[kind] = LayerCall(index, args[0].detach().clone(), args[1:], kwargs)
+            if len(calls) == len(first):
+                raise _Seen
+
+        return hook
+
+    handles = [
+        layers[index].register_forward_pre_hook(note(kind, index), with_kwargs=True) for kind, index in first.items()
+    ]
+    try:
+        run()
+    except _Seen:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [calls[kind] for kind in sorted(calls)]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward of one layer."""
+
+    forward_seconds: float
+    backward_seconds: float
+    kept_bytes: int
+    """What lives between the two, the input and output aside."""
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    group_bytes: dict[Group, int]
+    grads: tuple[torch.Tensor, ...]
+    """Of the input and the trained weights."""
+
+
+class LayerMeter:
+    """Measures the layers of one model.
+
+    Args:
+        layers: decoder layers; `checkpointing` is theirs.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], checkpointing: Checkpointing, *, device: torch.device) -> None:
+        self._layers, self._checkpointing, self._device = list(layers), checkpointing, device
+        self._nothing = Reload(
+            torch.empty(0, dtype=torch.uint8),
+            [0] * len(layers),
+            num_buffers=1,
+            copies=copies_for(device),
+            device=device,
+        )
+
+    def costs(self, call: LayerCall, allowed: frozenset[Group]) -> LayerCosts:
+        """Measures one kind of layer.
+
+        Args:
+            allowed: the groups that can be stored.
+
+        Raises:
+            torch.OutOfMemoryError: not even a checkpointed layer fits.
+        """
+        everything = LayerPlan(places=dict.fromkeys(allowed, Place.DEVICE))
+        bare = self.median(call, LayerPlan())
+        stored = self.run(call, everything).group_bytes
+        groups = {Group.INPUT: GroupCost(_bytes(call.hidden), 0.0)}
+        for group in Group:
+            num_bytes = stored.get(group, 0)
+            if group is not Group.INPUT and num_bytes:
+                places = {Group.INPUT: Place.DEVICE, group: Place.DEVICE}
+                one = self.median(call, LayerPlan(places=places))
+                groups[group] = GroupCost(num_bytes, bare.backward_seconds - one.backward_seconds)
+        try:
+            whole = self.median(call, LayerPlan(is_whole=True))
+        except torch.OutOfMemoryError:
+            whole = None
+        return LayerCosts(
+            groups=groups,
+            forward_seconds=bare.forward_seconds,
+            backward_seconds=bare.backward_seconds,
+            whole_seconds=0.0 if whole is None else whole.forward_seconds + whole.backward_seconds,
+            whole_bytes=None if whole is None else whole.kept_bytes + _bytes(call.hidden),
+            forward_peak_bytes=bare.forward_peak_bytes,
+            backward_peak_bytes=bare.backward_peak_bytes,
+        )
+
+    def median(self, call: LayerCall, plan: LayerPlan) -> Pass:
+        """Runs a layer several times after a first that does not count; the slower it is, the fewer."""
+        begun = time.perf_counter()
+        passes = [self.run(call, plan)]
+        first = time.perf_counter() - begun
+        # On a device the first run compiles and allocates; a slow one is slow for its length, and counts.
+        if first < QUICK_SECONDS:
+            passes = [self.run(call, plan) for _ in range(REPETITIONS)]
+        last = passes[-1]
+        return Pass(
+            forward_seconds=statistics.median(one.forward_seconds for one in passes),
+            backward_seconds=statistics.median(one.backward_seconds for one in passes),
+            kept_bytes=last.kept_bytes,
+            forward_peak_bytes=last.forward_peak_bytes,
+            backward_peak_bytes=last.backward_peak_bytes,
+            group_bytes=last.group_bytes,
+            grads=last.grads,
+        )
+
+    def run(self, call: LayerCall, plan: LayerPlan) -> Pass:
+        """Runs one layer forward and backward."""
+        layer = self._layers[call.index]
+        trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        records: list[LayerRecord] = []
+        self._checkpointing.install([plan] * len(self._layers), self._nothing)
+        self._checkpointing.on_record = records.append
+        hidden = call.hidden.detach().requires_grad_()
+        upstream = torch.ones_like(hidden)
+        with CountedBytes(self._device, parameters=list(layer.parameters())) as counted:
+            start = self._mark()
+            output = layer(hidden, *call.args, **call.kwargs)
+            output = output[0] if isinstance(output, tuple) else output
+            middle = self._mark()
+        group_bytes = {group: record.num_bytes(group) for record in records for group in Group}
+        kept = counted.kept(output, middle.allocated - start.allocated)
+        del records
+        self._checkpointing.on_record = None
+        self._reset_peak()
+        grads = torch.autograd.grad(output, [hidden, *trained], upstream, allow_unused=True)
+        end = self._mark()
+        return Pass(
+            forward_seconds=middle.seconds - start.seconds,
+            backward_seconds=end.seconds - middle.seconds,
+            kept_bytes=kept,
+            forward_peak_bytes=max(0, middle.peak - start.allocated - kept),
+            backward_peak_bytes=max(0, end.peak - middle.allocated) + _bytes(upstream),
+            group_bytes=group_bytes,
+            grads=tuple(grad for grad in grads if grad is not None),
+        )
+
+    def _mark(self) -> _Mark:
+        if self._device.type != "cuda":
+            return _Mark(time.perf_counter(), 0, 0)
+        torch.cuda.synchronize(self._device)
+        mark = _Mark(
+            time.perf_counter(),
+            torch.cuda.memory_allocated(self._device),
+            torch.cuda.max_memory_allocated(self._device),
+        )
+        self._reset_peak()
+        return mark
+
+    def _reset_peak(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    seconds: float
+    allocated: int
+    peak: int
+    """Since the mark before."""
+
+
+class CountedBytes:
+    """What autograd keeps in a block: by the allocator on a CUDA device, elsewhere by looking at each saved tensor."""
+
+    def __init__(self, device: torch.device, *, parameters: Sequence[nn.Parameter]) -> None:
+        self._counts = device.type != "cuda"
+        self._own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        self._seen: dict[int, int] = {}
+        self._hooks: Any = None
+
+    def __enter__(self) -> CountedBytes:
+        if self._counts:
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
+            self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(*error)
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._own and not isinstance(tensor, nn.Parameter):
+            self._seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def kept(self, output: torch.Tensor, allocated: int) -> int:
+        """Returns the bytes kept beside the output."""
+        return sum(self._seen.values()) if self._counts else max(0, allocated - _bytes(output))
+
+
+def measure_link(device: torch.device) -> Link:
+    """Copies a pinned block there and back, and takes the best of four times each. A CPU copies within one memory."""
+    if device.type != "cuda":
+        return Link(_CPU_COPY_RATE, _CPU_COPY_RATE, is_shared=True)
+    host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device)
+    rates = []
+    for source, target in ((there, host), (host, there)):
+        best = 0.0
+        for _ in range(4):
+            torch.cuda.synchronize(device)
+            begun = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+            best = max(best, _LINK_BYTES / (time.perf_counter() - begun))
+        rates.append(best)
+    is_shared = bool(torch.cuda.get_device_properties(device).is_integrated)
+    return Link(to_host_bytes_per_second=rates[0], to_device_bytes_per_second=rates[1], is_shared=is_shared)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

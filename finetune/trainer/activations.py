@@ -1,0 +1,147 @@
+"""From the recipe to the activation plan of a run: the workload that is measured, the limits, the lines that tell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune.errors import OutOfMemory
+from finetune.optimizations.activations.describe import plan_dict, plan_lines
+from finetune.optimizations.activations.planner import BudgetTooSmall
+from finetune.optimizations.activations.runtime import Activations, Limits, Workload
+from finetune.optimizations.activations.types import GIB
+from finetune.optimizations.apply import Applied
+from finetune.recipe.schema import Recipe
+from finetune.trainer.ending import Ending
+from finetune.trainer.memory import random_state_kept
+from finetune.trainer.prepare import Prepared
+from finetune.trainer.sft import SftTrainer
+
+FLAG = "double_buffered_reload"
+
+
+def plan_activations(
+    recipe: Recipe, prepared: Prepared, trainer: SftTrainer, ending: Ending, *, say: Callable[[str], None]
+) -> None:
+    """Measures the run's layers, plans their activations, puts the plan into effect and says what it is.
+
+    `trainer.activations` is then set, unless the recipe settles checkpointing itself.
+
+    Raises:
+        OutOfMemory: nothing fits into the memory there is, or into the recipe's budgets.
+    """
+    begun = time.perf_counter()
+    checkpointing = recipe.training.gradient_checkpointing
+    if checkpointing == "auto":
+        trainer.activations = _planned(recipe, prepared, trainer)
+        flag = reload_flag(recipe, trainer.activations)
+        lines = activation_lines(trainer.activations)
+    else:
+        reason = f"training.gradient_checkpointing is {str(checkpointing).lower()}: nothing is planned"
+        flag, lines = Applied(FLAG, "not applicable", reason), []
+    ending.applied.append(flag)
+    ending.timings["plan_seconds"] = time.perf_counter() - begun
+    for line in lines:
+        say(line)
+    say(f"flag    {flag.flag} {flag.state}: {flag.reason}")
+
+
+def _planned(recipe: Recipe, prepared: Prepared, trainer: SftTrainer) -> Activations:
+    layers = [module for module in trainer.trained.modules() if isinstance(module, GradientCheckpointingLayer)]
+    activations = Activations(
+        trainer.trained, layers, device=prepared.model.device, limits=_limits(recipe, prepared), say=trainer.say
+    )
+    try:
+        with _measuring(trainer):
+            activations.prepare(_workload(prepared, trainer))
+    except BudgetTooSmall as error:
+        activations.close()
+        raise too_small(error) from error
+    return activations
+
+
+def reload_flag(recipe: Recipe, activations: Activations) -> Applied:
+    """Says what became of the flag under the plan in effect."""
+    plan, costs = activations.plan, activations.costs
+    assert plan is not None and costs is not None
+    if plan.host_bytes == 0:
+        return Applied(FLAG, "not applicable", "the plan has nothing on the host")
+    if costs.num_buffers == 1:
+        reason = "the recipe says so" if recipe.optimizations.double_buffered_reload is False else "it saves no time"
+        return Applied(FLAG, "off", f"{reason}: one buffer, copies and computing take turns")
+    megabytes = plan.buffer_bytes / 2**20
+    return Applied(FLAG, "on", f"two buffers of together {megabytes:,.0f} MiB, each filled while the other is read")
+
+
+def activation_lines(activations: Activations) -> list[str]:
+    """Returns the plan in words, as it is printed before training."""
+    assert activations.plan is not None and activations.costs is not None
+    return plan_lines(activations.plan, activations.costs)
+
+
+def activation_dict(activations: Activations) -> dict[str, object]:
+    """Returns the plan for the report."""
+    assert activations.plan is not None and activations.costs is not None
+    return plan_dict(activations.plan, activations.costs)
+
+
+def too_small(error: BudgetTooSmall) -> OutOfMemory:
+    """Turns the planner's refusal into an error with the smallest budget that works."""
+    return OutOfMemory(
+        f"no plan of the activations fits: {error}",
+        place="optimizations.activation_memory",
+        remedy="Lower training.rows_per_micro_batch, then data.max_length; or raise the budget that is short.",
+    )
+
+
+def _limits(recipe: Recipe, prepared: Prepared) -> Limits:
+    section = recipe.optimizations
+    return Limits(
+        double_buffered=section.double_buffered_reload,
+        activation_bytes=None if section.activation_memory == "auto" else int(section.activation_memory * GIB),
+        host_bytes=None if section.host_memory == "auto" else int(section.host_memory * GIB),
+        optimizer=recipe.training.optimizer,
+        num_micro_batches=prepared.steps.micro_batches_per_step,
+    )
+
+
+def _workload(prepared: Prepared, trainer: SftTrainer) -> Workload:
+    """The longest micro-batch of the run."""
+    rows = prepared.train_rows
+    longest = np.argsort(-rows.plan.row_tokens, kind="stable")[: prepared.steps.rows_per_micro_batch]
+    batch = trainer.rows_collator([rows[int(index)] for index in longest])
+    inputs = trainer._prepare_inputs(batch)
+
+    def loss() -> torch.Tensor:
+        with trainer.accelerator.autocast():
+            return trainer._loss_sum(trainer.trained, inputs)[0]
+
+    return Workload(forward=loss, loss=loss)
+
+
+@contextmanager
+def _measuring(trainer: SftTrainer) -> Iterator[None]:
+    """Runs a block in training mode and leaves no trace: mode, random state, and what was counted."""
+    was_training, has_aux = trainer.trained.training, trainer.aux_loss_enabled
+    config: Any = trainer.trained.config
+    text_config = config.get_text_config()
+    asks_router = getattr(text_config, "output_router_logits", None)
+    trainer.trained.train()
+    trainer.aux_loss_enabled = False  # the routers are in the layers, which are left out when the head is measured
+    if asks_router is not None:
+        text_config.output_router_logits = False
+    try:
+        with random_state_kept(trainer.args.device):
+            yield
+    finally:
+        if asks_router is not None:
+            text_config.output_router_logits = asks_router
+        trainer.aux_loss_enabled = has_aux
+        trainer.trained.train(was_training)
+        trainer.forget_builds()

@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 from finetune.data.packed_metadata import build_packed_metadata
 from finetune.errors import GateStopped
 from finetune.model.load import vocabulary_rows
+from finetune.optimizations.attention.backends import Backend
 from finetune.optimizations.attention.choose import AttentionChoice
 from finetune.optimizations.attention.feed import MetadataFeed
 from finetune.optimizations.attention.interface import register_backends
-from finetune.optimizations.attention.probe import probe_backend
+from finetune.optimizations.attention.probe import probe_backend, probed_documents
 from finetune.optimizations.attention.types import AttentionLayer
 
 DOCUMENT_TOKENS = 96
@@ -59,12 +60,15 @@ class Checked:
     reason: str
 
 
-def apply_attention(model: PreTrainedModel, choice: AttentionChoice, *, dtype: torch.dtype) -> Checked:
+def apply_attention(
+    model: PreTrainedModel, choice: AttentionChoice, *, dtype: torch.dtype, most_documents: int = 0
+) -> Checked:
     """Checks the chosen backend on the model's kinds of layers and sets it.
 
     Args:
         model: the base model, on its device, loaded with `choice.stock`.
         dtype: format that attention computes in.
+        most_documents: of a batch, pad tails included.
 
     Raises:
         GateStopped: the backend is wrong for a kind of layer.
@@ -72,7 +76,12 @@ def apply_attention(model: PreTrainedModel, choice: AttentionChoice, *, dtype: t
     if choice.backend is None:
         return Checked(None, f"{choice.stock}: transformers' own")
     try:
-        faults = [fault for layer in choice.layers for fault in _layer_faults(choice, layer, model, dtype)]
+        faults = [
+            fault
+            for layer in choice.layers
+            for documents in probed_documents(choice.backend, most_documents=most_documents)
+            for fault in _layer_faults(choice.backend, layer, model, dtype, documents)
+        ]
         difference = _difference_from_stock(model, choice)
     except (RuntimeError, ValueError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -97,11 +106,11 @@ def _wrong(choice: AttentionChoice, what: str) -> GateStopped:
 
 
 def _layer_faults(
-    choice: AttentionChoice, layer: AttentionLayer, model: PreTrainedModel, dtype: torch.dtype
+    backend: Backend, layer: AttentionLayer, model: PreTrainedModel, dtype: torch.dtype, documents: tuple[int, ...]
 ) -> list[str]:
-    assert choice.backend is not None
-    result = probe_backend(choice.backend, layer, dtype=dtype, device=next(model.parameters()).device)
-    return [f"layers of {layer.label}: {fault}" for fault in result.faults]
+    device = next(model.parameters()).device
+    result = probe_backend(backend, layer, dtype=dtype, device=device, documents=documents)
+    return [f"layers of {layer.label}, {len(documents)} documents: {fault}" for fault in result.faults]
 
 
 @torch.no_grad()

@@ -72,7 +72,7 @@ def _kernel_folder() -> Path:
 
 @cache
 def _capped(softcap: float) -> tuple[Any, Any]:
-    """The functions of a capped score and of its gradient. Given a number, the package makes new ones at every call, and
+    """The functions of a capped score and of its gradient. Given a number, the package makes new ones at every call and
     looks its kernels up by a hash of their source."""
     from flash_attn.cute import utils  # pyright: ignore[reportMissingImports] - an optional package
 

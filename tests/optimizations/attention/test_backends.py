@@ -181,7 +181,7 @@ def uncompiled(make: Any, *args: Any, _compile: bool, **more: Any) -> Any:
 def test_flex_refuses_a_row_that_32_bits_do_not_number() -> None:
     assert flex.rows_a_call(row_length=2**20 - 128, numbers_a_slot=2**10) == 2
     assert flex.rows_a_call(row_length=2**21 - 129, numbers_a_slot=2**10) == 1
-    with pytest.raises(ValueError, match="a row of 2097152 slots is beyond the 2097023 .* lower data.max_length"):
+    with pytest.raises(ValueError, match=r"a row of 2097152 slots is beyond the 2097023 .* lower data\.max_length"):
         flex.rows_a_call(row_length=2**21, numbers_a_slot=2**10)
 
 

@@ -24,8 +24,9 @@ def attend_flex(
     rows = rows_a_call(row_length=query.shape[1], numbers_a_slot=query.shape[2] * query.shape[3])
     if query.shape[0] <= rows:
         return _attend_rows(query, key, value, 0, boundaries, options)
-    parts = zip(*(tensor.split(rows) for tensor in (query, key, value)), strict=True)
-    return torch.cat([_attend_rows(*part, number * rows, boundaries, options) for number, part in enumerate(parts)])
+    parts = zip(query.split(rows), key.split(rows), value.split(rows), strict=True)
+    outputs = [_attend_rows(q, k, v, number * rows, boundaries, options) for number, (q, k, v) in enumerate(parts)]
+    return torch.cat(outputs)
 
 
 def rows_a_call(*, row_length: int, numbers_a_slot: int) -> int:

@@ -1,4 +1,4 @@
-"""Steps of the trainer's own loop and loader: packing makes the host wait nowhere, from the loader to the last gradient.
+"""Steps of the trainer's own loop: packing makes the host wait nowhere, from the loader to the last gradient.
 
 On the GPU CUDA itself says so (`set_sync_debug_mode`); on the CPU the forward pass is watched for operations that would
 wait on a GPU. Watched are the loader with its copies to the device, and the model from the embedding's output to the

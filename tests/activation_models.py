@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.data.packed_metadata import build_packed_metadata
 from finetune.optimizations.activations.checkpoint import Checkpointing
 from finetune.optimizations.activations.copies import Copies, copies_for
 from finetune.optimizations.activations.reload import Reload
 from finetune.optimizations.activations.stored_outputs import StoredOutputs
 from finetune.optimizations.activations.types import Group, LayerPlan, Place
+from finetune.optimizations.attention.backends import BACKENDS
+from finetune.optimizations.attention.interface import register_backends
 
 SLOT_BYTES = 2**20
 KEPT = LayerPlan()
@@ -57,6 +60,14 @@ class TinyModel:
         )
         self.checkpointing.install(plans, self.reload)
         return self.reload
+
+    def attend_with(self, backend: str, *, lengths: Sequence[Sequence[int]]) -> None:
+        """Takes one of our attention backends; rows are of these documents."""
+        register_backends()
+        base: Any = self.model.get_base_model()  # pyright: ignore[reportCallIssue]
+        base.set_attn_implementation(BACKENDS[backend].registered)
+        metadata = build_packed_metadata(lengths, row_length=sum(lengths[0])).to(self.device)
+        self.extra |= {"packed_metadata": metadata, "position_ids": metadata.position_ids}
 
     def loss(self, *, length: int = 37, seed: int = 0) -> torch.Tensor:
         ids = torch.randint(0, 250, (2, length), generator=torch.Generator().manual_seed(seed)).to(self.device)

@@ -94,7 +94,8 @@ class LayerRecord:
         )
 
     def _goes_away(self, group: Group, tensor: torch.Tensor) -> bool:
-        if self.plan.places[group] is not Place.HOST or self._is_slot_refused or tensor.numel() == 0:
+        is_here = tensor.device.type == self._reload.device.type  # a kernel's seed can lie on the host already
+        if self.plan.places[group] is not Place.HOST or self._is_slot_refused or not is_here or tensor.numel() == 0:
             return False
         if self.slot is None:
             self.slot = self._reload.lease(self.layer)

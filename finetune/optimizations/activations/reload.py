@@ -105,6 +105,7 @@ class Reload:
             Loaded(torch.empty(largest, dtype=torch.uint8, device=device)) for _ in range(num_buffers if largest else 0)
         ]
         self._copies = copies
+        self.device = device
         self._flights: deque[_Flight] = deque()
         self.num_refused = 0
         """Tensors that stayed on the device since their slot was another graph's, or too small."""

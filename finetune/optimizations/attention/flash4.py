@@ -22,6 +22,8 @@ import torch
 from torch.library import Library, register_fake
 
 from finetune.data.cache import cache_folder
+from finetune.optimizations.activations.phase import remembered
+from finetune.optimizations.activations.types import Group
 from finetune.optimizations.attention.chunks import Chunk, attend_in_chunks
 from finetune.optimizations.attention.types import AttentionOptions, Boundaries
 from finetune.optimizations.support import Support
@@ -158,7 +160,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _FORWARD(*inputs)
+            out, lse = remembered(Group.ATTENTION, lambda: _FORWARD(*inputs))
         q, k, v, sinks, cu_seqlens, *ctx.numbers = inputs
         ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens)
         ctx.mark_non_differentiable(lse)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from finetune.optimizations.activations.phase import remembered
+from finetune.optimizations.activations.types import Group
 from finetune.optimizations.attention.sinks import add_sinks, sinks_gradient
 
 _LSE_MULTIPLE = 32
@@ -50,19 +52,7 @@ class _SdpaWithSinks(torch.autograd.Function):
         mask: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        is_causal = mask is None
-        if query.is_cuda:
-            bias = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
-            out, lse, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, True, 0.0, is_causal, scale=scale
-            )
-            extra = (seed, offset)
-        else:
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
-            )
-            extra = ()
-        out, lse = _each_batch(out, lse, sinks)
+        out, lse, *extra = remembered(Group.ATTENTION, lambda: _forward(query, key, value, sinks, mask, scale))
         ctx.save_for_backward(query, key, value, sinks, mask, out, lse, *extra)
         ctx.scale = scale
         return out
@@ -92,6 +82,29 @@ class _SdpaWithSinks(torch.autograd.Function):
                 ]
             ).sum(0)
         return dq, dk, dv, dsinks, None, None
+
+
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    """Attention, its log-sum-exp, and on CUDA the kernel's seed and offset, which its backward asks for."""
+    is_causal = mask is None
+    extra: tuple[torch.Tensor, ...] = ()
+    if query.is_cuda:
+        bias = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
+        out, lse, *extra = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, 0.0, is_causal, scale=scale
+        )
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+    return (*_each_batch(out, lse, sinks), *extra)
 
 
 def _each_batch(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

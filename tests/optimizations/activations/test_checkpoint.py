@@ -12,6 +12,7 @@ from numerics import assert_bitwise_equal
 
 from finetune.optimizations.activations.record import ChangedInPlace
 from finetune.optimizations.activations.types import Group, LayerPlan, Place
+from finetune.optimizations.attention import sdpa_kernels
 
 ALL = tuple(group for group in Group if group is not Group.INPUT)
 KINDS = ["qwen3", "llama", "qwen3_moe", "gpt_oss"]
@@ -37,6 +38,26 @@ def test_every_group_in_every_place_gives_equal_gradients(kind: str, targets: ob
                 assert_equal_steps(tiny.step(), expected)
                 assert_equal_steps(tiny.step(), expected)
                 assert tiny.leased() == []
+
+
+@pytest.mark.parametrize("place", list(Place))
+@pytest.mark.parametrize("backend", ["segments", "sdpa"])
+def test_stored_attention_is_not_computed_again(
+    backend: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = tiny_model("gpt_oss")
+    tiny.attend_with(backend, lengths=[(9, 20, 8), (30, 7)])
+    expected = tiny.step()
+    calls = []
+    compute = sdpa_kernels._forward
+    monkeypatch.setattr(sdpa_kernels, "_forward", lambda *args: calls.append(1) or compute(*args))
+    tiny.install([plan_of(place, Group.ATTENTION)] * 4)
+    assert_equal_steps(tiny.step(), expected)
+    a_layer = 5 if backend == "segments" else 1  # one call a document, or one for both rows
+    assert len(calls) == 4 * a_layer
+    tiny.install([KEPT] * 4)
+    assert_equal_steps(tiny.step(), expected)
+    assert len(calls) == 3 * 4 * a_layer
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2])

@@ -94,7 +94,7 @@ def test_operations_are_registered_soundly(name: str) -> None:
     sinks = torch.randn(4, device="cuda", requires_grad=True)
     numbers: tuple[object, ...] = (metadata.max_seqlen, 0.125)
     if name == "varlen":
-        operation, more = torch.ops.finetune.flash_attn_varlen_sinks.default, (-1,)
+        operation, more = torch.ops.finetune.flash_attn_varlen.default, (-1,)
     else:
         operation, more = torch.ops.finetune.flash_attn_4_varlen.default, (None, None)
     library.opcheck(

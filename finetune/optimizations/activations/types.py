@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 GIB = 2**30
 
 
-class Group(str, Enum):
+class Group(StrEnum):
     """What of a checkpointed layer can be stored for backward."""
 
     INPUT = "input"
@@ -28,7 +28,7 @@ class Group(str, Enum):
     """What the gate and up projections of the MLP give."""
 
 
-class Place(str, Enum):
+class Place(StrEnum):
     """Where a stored group lies between forward and backward."""
 
     DEVICE = "device"
@@ -140,3 +140,7 @@ class ActivationPlan:
     """Share of forward's time in which the link to the host is busy."""
     recomputed: float
     """Share of one forward pass of the layers that is computed again."""
+    reload_fill: float = 0.0
+    """Share of backward's time in which the link to the device is busy."""
+    stall_seconds: float = 0.0
+    """A micro-batch's waits for reloads, part of `step_seconds`."""

@@ -165,7 +165,7 @@ def test_what_would_work_does(costs: ModelCosts, budget: Budget) -> None:
 @settings(max_examples=60, deadline=None)
 @given(models(max_layers=20, num_groups=3), budgets, st.sampled_from(["device_bytes", "host_bytes"]), st.data())
 def test_more_memory_is_never_slower(costs: ModelCosts, budget: Budget, name: str, data: Any) -> None:
-    """Within the thousandth of the layers' time at which the search stops, and the little that it may leave."""
+    """Within what the search may leave: it stops a thousandth above its bound, or when it has looked long enough."""
     more = replace(budget, **{name: getattr(budget, name) + data.draw(st.integers(1, 500))})
     plan = planned(costs, budget)
     assume(plan is not None)
@@ -262,15 +262,15 @@ def test_shared_memory_holds_nothing_on_the_host() -> None:
 
 
 def test_offloaded_layers_are_spread_among_the_others() -> None:
-    plan = plan_activations(qwen3_14b_costs(), Budget(int((79 - 8.2) * GIB), 64 * GIB))
+    plan = plan_activations(qwen3_14b_costs(), Budget(int((139 - 8.2) * GIB), 64 * GIB))
     away = [index for index, layer in enumerate(plan.layers) if HOST in layer.places.values()]
     gaps = [after - before for before, after in pairwise(away)]
-    assert 3 <= len(away) <= 8 and max(gaps) - min(gaps) <= 1 and min(gaps) >= 4
+    assert 5 <= len(away) <= 9 and max(gaps) - min(gaps) <= 1 and min(gaps) >= 4
     assert plan.stall_seconds == 0
 
 
 def test_nothing_goes_to_the_host_without_need() -> None:
-    assert plan_activations(qwen3_14b_costs(), Budget(100 * GIB, 64 * GIB)).host_bytes == 0
+    assert plan_activations(qwen3_14b_costs(), Budget(160 * GIB, 64 * GIB)).host_bytes == 0
 
 
 def test_more_memory_is_never_slower_for_a_large_model() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from finetune.optimizations.activations.assess import LayerFigures, reload_waits
 
@@ -39,7 +40,11 @@ def arrange(
 
 
 def _spread(one: LayerClass, counts: Sequence[int], *, shift: float) -> dict[int, LayerFigures]:
-    """Args: shift: where in the gap between two offloaded layers to begin, so that classes do not fall together."""
+    """Returns the class's options by position.
+
+    Args:
+        shift: where in the gap between two offloaded layers to begin, so that classes do not fall together.
+    """
     pairs = list(zip(one.options, counts, strict=True))
     items = [((turn + 0.5) / count, option) for option, count in pairs for turn in range(count)]
     away = [option for _, option in sorted(items, key=lambda item: item[0]) if option.host_bytes]
@@ -63,7 +68,7 @@ def _shorten_waits(
     improved = True
     while improved and sum(now) > 0:
         improved = False
-        for index, other in [(index, other) for index in _suspects(layers, now) for other in class_of[index]]:
+        for index, other in [(own, other) for own in _suspects(layers, now) for other in class_of[own]]:
             if layers[index] is layers[other]:
                 continue
             if not tries:
@@ -82,7 +87,7 @@ def _suspects(layers: Sequence[LayerFigures], waits: Sequence[float]) -> list[in
     if len(layers) <= _FEW_LAYERS:
         return list(range(len(layers)))
     away = [index for index, layer in enumerate(layers) if layer.host_bytes]
-    following = dict(zip(away, away[1:], strict=False))
+    following = dict(pairwise(away))
     found: list[int] = []
     for index in sorted((index for index in away if waits[index] > 0), key=lambda index: -waits[index]):
         found += [index, following[index]] if index in following else [index]

@@ -21,7 +21,7 @@ LAYERS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """One layer under one plan; compared by identity of its values."""
+    """What one layer takes under one plan."""
 
     plan: LayerPlan
     seconds: float
@@ -46,7 +46,7 @@ def layer_figures(plan: LayerPlan, costs: LayerCosts) -> LayerFigures:
     absent = [group.value for group in plan.places if group not in costs.groups]
     if absent:
         raise ValueError(f"the plan stores {', '.join(absent)}, which this layer does not have")
-    stored = {place: 0 for place in Place}
+    stored = dict.fromkeys(Place, 0)
     for group, place in plan.places.items():
         stored[place] += costs.groups[group].num_bytes
     saved = sum(costs.groups[group].seconds for group in plan.places)
@@ -119,9 +119,7 @@ def assess_plan(layers: Sequence[LayerPlan], costs: ModelCosts) -> ActivationPla
     device = buffers + sum(layer.device_bytes for layer in figures)
     stalls = 0.0
     if host:
-        waits = reload_waits(
-            figures, bytes_per_second=link.to_device_bytes_per_second, num_buffers=costs.num_buffers
-        )
+        waits = reload_waits(figures, bytes_per_second=link.to_device_bytes_per_second, num_buffers=costs.num_buffers)
         stalls = sum(waits)
     forward = sum(costs.kinds[kind].forward_seconds for kind in costs.layers)
     backward = sum(layer.backward_seconds for layer in figures)

@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import groupby
 from typing import Any
 
+from finetune.console import plural
 from finetune.optimizations.activations.types import GIB, ActivationPlan, LayerPlan, ModelCosts, Place
 
 _MAX_KINDS = 4
@@ -19,14 +20,14 @@ def plan_lines(plan: ActivationPlan, costs: ModelCosts) -> list[str]:
     """Returns at most 8 lines of at most 100 columns: what becomes of the layers, and what that is expected to take."""
     counts = Counter(_treatment(layer) for layer in plan.layers).most_common()
     shown = counts if len(counts) <= _MAX_KINDS else counts[: _MAX_KINDS - 1]
-    parts = [f"{_layers(count)} {treatment}" for treatment, count in shown]
+    parts = [f"{plural(count, 'layer')} {treatment}" for treatment, count in shown]
     if len(shown) < len(counts):
         others = counts[len(shown) :]
-        parts.append(f"{_layers(sum(count for _, count in others))} in {len(others)} other ways")
+        parts.append(f"{plural(sum(count for _, count in others), 'layer')} in {len(others)} other ways")
     lines = [f"activations: {parts[0]}"] if len(parts) == 1 else ["activations:", *(f"  {part}" for part in parts)]
     figures = [
-        f"peak {_gib(plan.peak_bytes)} GiB ({_gib(costs.fixed_bytes)} fixed, {_gib(plan.device_bytes)} for activations, "
-        f"{_gib(_work_bytes(plan, costs))} work)",
+        f"peak {_gib(plan.peak_bytes)} GiB ({_gib(costs.fixed_bytes)} fixed, "
+        f"{_gib(plan.device_bytes)} for activations, {_gib(_work_bytes(plan, costs))} work)",
         f"host {_gib(plan.host_bytes)} GiB pinned, link busy {plan.link_fill:.0%} of forward"
         if plan.host_bytes
         else "nothing on the host",
@@ -78,10 +79,6 @@ def _treatment(layer: LayerPlan) -> str:
         if names:
             parts.append(f"{', '.join(names)} {where}")
     return "with " + " and ".join(parts)
-
-
-def _layers(count: int) -> str:
-    return f"{count} layer{'' if count == 1 else 's'}"
 
 
 def _work_bytes(plan: ActivationPlan, costs: ModelCosts) -> int:

@@ -41,7 +41,7 @@ def plan_activations(costs: ModelCosts, budget: Budget) -> ActivationPlan:
     """Returns the plan with the least predicted time of a step inside the budgets.
 
     The last layer is never on the host; the link is busy for at most 85 % of forward and of backward. The result is
-    within about a thousandth of the fastest plan. Takes some tens of milliseconds.
+    the fastest that a bounded search finds, as a rule within half a percent of the lower bound. Takes 2 to 150 ms.
 
     Raises:
         BudgetTooSmall: not even every layer's input alone fits.

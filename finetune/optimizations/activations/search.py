@@ -112,7 +112,9 @@ class _Search:
         self.classes = _classes(costs, may_use_host=self.host_bytes > 0)
         self.rate = costs.link.to_device_bytes_per_second
         self.best_seconds = float("inf")
+        self.best_waits = 0.0
         self.best: list[LayerFigures] | None = None
+        self.best_counts: list[list[int]] = []
         options = [option for one in self.classes for option in one.options]
         self.sizes = np.array([len(one.positions) for one in self.classes])
         self.members = np.repeat(np.arange(len(self.classes)), [len(one.options) for one in self.classes])
@@ -157,7 +159,7 @@ class _Search:
         for freed in (0, 1, 2, 4, len(self.costs.layers)):
             for index in sorted(trees, key=lambda index: bounds[index])[:_SIZES_SEARCHED]:
                 self._search_from(*trees[index], freed=freed, nodes=_NODES_A_SEARCH)
-        return self.best
+        return self._stored_late()
 
     @property
     def _worthwhile(self) -> float:
@@ -214,7 +216,11 @@ class _Search:
                 count = int(fixed[starts[own] + option.index])
                 if count:
                     used = _added(used, option.uses, count)
-                    seconds, regret, left = seconds + count * option.seconds, regret + count * option.regret, left - count
+                    seconds, regret, left = (
+                        seconds + count * option.seconds,
+                        regret + count * option.regret,
+                        left - count,
+                    )
                     tree.chosen.append((own, option.index, count))
             tree.to_place.append(left)
         least = [min(option.uses[0] for option in options) for options in tree.options]
@@ -274,12 +280,39 @@ class _Search:
         for own, index, count in tree.chosen:
             counts[own][index] += count
         tree.nodes -= _NODES_A_LAYER * len(self.costs.layers)
+        layers, waits = self._arranged(counts)
+        if seconds + waits < self.best_seconds:
+            self.best_seconds, self.best_waits = seconds + waits, waits
+            self.best, self.best_counts = layers, counts
+
+    def _arranged(self, counts: list[list[int]]) -> tuple[list[LayerFigures], float]:
+        """Returns the layers in order, and the waits that depend on the order."""
         buffers = self.costs.num_buffers
         layers = arrange(self.classes, counts, bytes_per_second=self.rate, num_buffers=buffers)
-        if buffers > 1 and any(layer.host_bytes for layer in layers):
-            seconds += sum(reload_waits(layers, bytes_per_second=self.rate, num_buffers=buffers))
-        if seconds < self.best_seconds:
-            self.best_seconds, self.best = seconds, layers
+        if buffers == 1 or not any(layer.host_bytes for layer in layers):
+            return layers, 0.0
+        return layers, sum(reload_waits(layers, bytes_per_second=self.rate, num_buffers=buffers))
+
+    def _stored_late(self) -> list[LayerFigures] | None:
+        """Returns the best plan, its last layer storing the most that one of its kind keeps, where no wait grows."""
+        if self.best is None:
+            return None
+        last, own = self.classes[-1], self.best[-1]
+        kept = [layer for layer in self.best if layer in last.options]
+        most = max(kept, key=lambda layer: layer.device_bytes)
+        if most.device_bytes <= own.device_bytes:
+            return self.best
+        counts = [list(numbers) for numbers in self.best_counts]
+        for one, numbers in zip(self.classes, counts, strict=True):
+            if own in one.options and most in one.options and numbers[one.options.index(most)]:
+                break
+        else:
+            return self.best
+        for change, options, changed in ((-1, one.options, numbers), (1, last.options, counts[-1])):
+            changed[options.index(most)] += change
+            changed[options.index(own)] -= change
+        layers, waits = self._arranged(counts)
+        return layers if waits <= self.best_waits else self.best
 
 
 def _fitting(room: float, use: float) -> int:

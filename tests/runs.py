@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import nn
 from transformers import TrainerCallback
 
 from finetune.recipe.schema import Recipe
 from finetune.run.folder import RunFolder
+from finetune.trainer.activations import plan_activations
 from finetune.trainer.build import build_model as build_parsed
 from finetune.trainer.build import build_trainer
 from finetune.trainer.ending import Ending
@@ -17,12 +18,29 @@ from finetune.trainer.prepare import Prepared, prepare
 from finetune.trainer.sft import SftTrainer
 
 
-def build(recipe: dict[str, Any], *, callbacks: list[TrainerCallback] | None = None) -> tuple[SftTrainer, Prepared]:
-    """Prepares a recipe, loads the model and builds its trainer."""
+@overload
+def build(
+    recipe: dict[str, Any], *, callbacks: list[TrainerCallback] | None = None, with_ending: Literal[False] = False
+) -> tuple[SftTrainer, Prepared]: ...
+
+
+@overload
+def build(
+    recipe: dict[str, Any], *, callbacks: list[TrainerCallback] | None = None, with_ending: Literal[True]
+) -> tuple[SftTrainer, Prepared, Ending]: ...
+
+
+def build(
+    recipe: dict[str, Any], *, callbacks: list[TrainerCallback] | None = None, with_ending: bool = False
+) -> tuple[SftTrainer, Prepared] | tuple[SftTrainer, Prepared, Ending]:
+    """Prepares a recipe, loads the model, builds its trainer and plans its activations."""
     parsed, prepared, model = build_model(recipe)
     run = RunFolder(Path(parsed.output.dir))
     run.path.mkdir(parents=True, exist_ok=True)
-    return build_trainer(parsed, prepared, model=model, run=run, callbacks=callbacks or []), prepared
+    trainer = build_trainer(parsed, prepared, model=model, run=run, callbacks=callbacks or [])
+    ending = Ending(0.0)
+    plan_activations(parsed, prepared, trainer, ending, say=lambda text: None)
+    return (trainer, prepared, ending) if with_ending else (trainer, prepared)
 
 
 def build_model(recipe: dict[str, Any]) -> tuple[Recipe, Prepared, nn.Module]:

@@ -19,7 +19,7 @@ import typer
 import finetune
 from finetune.commands import compare, selftest, start
 from finetune.commands.options import JsonOption, OverridesArgument, RecipeArgument, complete_run
-from finetune.console import Console
+from finetune.console import Console, KeptStdout
 from finetune.errors import EnvironmentProblem, ExitCode, FinetuneError, Interrupted, OutOfMemory, RecipeError
 from finetune.process import prepare_process, require_trackers
 from finetune.recipe.load import load_recipe
@@ -43,11 +43,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code.
 
     The only place that catches every exception. Under `--json` stdout holds exactly one JSON object, of the result or
-    of the error.
+    of the error; whatever else is written there, by anyone, goes to stderr.
+
+    Args:
+        arguments: those of the command line; None takes the process's own, and keeps stdout until the process ends,
+            since libraries print at its exit too.
     """
+    is_whole_process = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _print_any_text()
-    console = Console(is_json="--json" in arguments)
+    is_json = "--json" in arguments
+    asks_for_help = not {"--help", "-h"}.isdisjoint(arguments)
+    kept_stdout = KeptStdout() if is_json and not asks_for_help else None
+    try:
+        return _run(arguments, Console(is_json=is_json))
+    finally:
+        if kept_stdout is not None and not is_whole_process:
+            kept_stdout.give_back()
+
+
+def _run(arguments: Sequence[str], console: Console) -> int:
+    """Runs a command and returns the exit code, having told what ended it."""
     try:
         code = app(args=arguments, prog_name="finetune", standalone_mode=False)
         if code == ExitCode.INTERRUPTED:  # Typer's own answer to Ctrl-C, which says nothing

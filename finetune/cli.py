@@ -5,7 +5,6 @@ Nothing heavy is imported before the recipe is known to be right, so a wrong rec
 
 from __future__ import annotations
 
-import errno
 import signal
 import sys
 import time
@@ -25,6 +24,7 @@ from finetune.process import prepare_process, require_trackers
 from finetune.recipe.load import load_recipe
 from finetune.recipe.paths import is_hub_dataset
 from finetune.recipe.schema import Recipe
+from finetune.run.disk import is_disk_full
 
 FAULT_EXIT_CODE = 1
 """Exit code of a fault of the program itself; no class of `errors.py` has it."""
@@ -202,7 +202,7 @@ def _known_error(error: Exception) -> FinetuneError | None:
         return RecipeError(error.format_message(), place="command line", remedy=f"See: {command} --help")
     if isinstance(error, typer.Abort):
         return Interrupted("stopped", remedy="Give the command again.")
-    if _is_disk_full(error):
+    if is_disk_full(error):
         remedy = "Free some space, then give the same command with --resume to go on from the last checkpoint."
         return EnvironmentProblem("the disk is full", place=str(getattr(error, "filename", "") or ""), remedy=remedy)
     if _is_out_of_memory(error):
@@ -213,13 +213,6 @@ def _known_error(error: Exception) -> FinetuneError | None:
         )
         return OutOfMemory(f"memory ran out: {first_line or type(error).__name__}", remedy=remedy)
     return None
-
-
-def _is_disk_full(error: Exception) -> bool:
-    """Recognises a full disk or quota, as Python, safetensors and torch report it."""
-    texts = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing file")
-    number = getattr(error, "errno", None)
-    return number in (errno.ENOSPC, errno.EDQUOT) or any(text in str(error) for text in texts)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -15,6 +15,7 @@ _FULL_TEXTS = (
     "Disk quota exceeded",
     "File too large",
     "PytorchStreamWriter failed writing file",
+    "unexpected pos ",  # of torch, when it closes a file that it could not write to the end
 )
 
 

@@ -246,4 +246,4 @@ def test_a_continued_run_tells_the_time_of_all_its_steps(
     assert 3723 < timings["training_seconds"] < 3783
     assert timings["total_seconds"] < 600
     page = (run / "report.html").read_text()
-    assert "<dt>Steps, over all starts</dt><dd>1 h 2 min" in page and "Time of the last command" in page
+    assert "<dt>All steps took</dt><dd>1 h 2 min" in page and "Last command took" in page

@@ -248,8 +248,8 @@ def test_what_a_tracker_prints_does_not_mix_with_the_result(parts: Path, tmp_pat
     """Some trackers print when they begin and when the process ends; `--json` promises one object on stdout."""
     make_trackio(
         tmp_path / "site",
-        more="    print('printed in Python')\n    os.write(1, b'written below it\\n')\n    os.system('echo by a program')\n"
-        "    atexit.register(print, 'printed at the exit')\n",
+        more="    print('printed in Python')\n    os.write(1, b'written below it\\n')\n"
+        "    os.system('echo by a program')\n    atexit.register(print, 'printed at the exit')\n",
     )
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), *filter(None, sys.path))),

@@ -66,7 +66,9 @@ def disk_full(folder: Path, *, free_bytes: int, checkpoint: Path | None) -> Envi
         free_bytes: what the disk had free then; more than none where a quota or a limit of file sizes ended it.
         checkpoint: the newest complete one.
     """
-    begin = f"goes on from {checkpoint.name}" if checkpoint else "begins at the first step, as no checkpoint is complete"
+    begin = (
+        f"goes on from {checkpoint.name}" if checkpoint else "begins at the first step, as no checkpoint is complete"
+    )
     return EnvironmentProblem(
         f"the disk is full, or a quota or file size limit reached: {free_bytes:,} bytes were free when a file could "
         "not be written",

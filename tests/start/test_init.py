@@ -117,7 +117,7 @@ def test_given_options_are_not_asked() -> None:
 def test_a_wrong_column_is_an_error_of_the_arguments_and_no_question() -> None:
     """The data's file was asked for again and again, which mends no `--column`."""
     left = ["nowhere.csv", "qa.csv"]
-    with pytest.raises(RecipeError, match="no column `Fragen` in qa.csv") as caught:
+    with pytest.raises(RecipeError, match=r"no column `Fragen` in qa\.csv") as caught:
         write(lambda question, default: left.pop(0), data=None, columns={"instruction": "Fragen", "output": "Antwort"})
     assert caught.value.place == "--column instruction=Fragen"
     assert caught.value.remedy == "Use one of: Frage, Antwort."

@@ -5,7 +5,6 @@ Nothing heavy is imported before the recipe is known to be right, so a wrong rec
 
 from __future__ import annotations
 
-import errno
 import signal
 import sys
 import time
@@ -19,12 +18,13 @@ import typer
 import finetune
 from finetune.commands import compare, selftest, start
 from finetune.commands.options import JsonOption, OverridesArgument, RecipeArgument, complete_run
-from finetune.console import Console
+from finetune.console import Console, KeptStdout
 from finetune.errors import EnvironmentProblem, ExitCode, FinetuneError, Interrupted, OutOfMemory, RecipeError
 from finetune.process import prepare_process, require_trackers
 from finetune.recipe.load import load_recipe
 from finetune.recipe.paths import is_hub_dataset
 from finetune.recipe.schema import Recipe
+from finetune.run.disk import is_disk_full
 
 FAULT_EXIT_CODE = 1
 """Exit code of a fault of the program itself; no class of `errors.py` has it."""
@@ -43,11 +43,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code.
 
     The only place that catches every exception. Under `--json` stdout holds exactly one JSON object, of the result or
-    of the error.
+    of the error; whatever else is written there, by anyone, goes to stderr.
+
+    Args:
+        arguments: those of the command line; None takes the process's own, and keeps stdout until the process ends,
+            since libraries print at its exit too.
     """
+    is_whole_process = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _print_any_text()
-    console = Console(is_json="--json" in arguments)
+    is_json = "--json" in arguments
+    asks_for_help = not {"--help", "-h"}.isdisjoint(arguments)
+    kept_stdout = KeptStdout() if is_json and not asks_for_help else None
+    try:
+        return _run(arguments, Console(is_json=is_json))
+    finally:
+        if kept_stdout is not None and not is_whole_process:
+            kept_stdout.give_back()
+
+
+def _run(arguments: Sequence[str], console: Console) -> int:
+    """Runs a command and returns the exit code, having told what ended it."""
     try:
         code = app(args=arguments, prog_name="finetune", standalone_mode=False)
         if code == ExitCode.INTERRUPTED:  # Typer's own answer to Ctrl-C, which says nothing
@@ -186,7 +202,7 @@ def _known_error(error: Exception) -> FinetuneError | None:
         return RecipeError(error.format_message(), place="command line", remedy=f"See: {command} --help")
     if isinstance(error, typer.Abort):
         return Interrupted("stopped", remedy="Give the command again.")
-    if _is_disk_full(error):
+    if is_disk_full(error):
         remedy = "Free some space, then give the same command with --resume to go on from the last checkpoint."
         return EnvironmentProblem("the disk is full", place=str(getattr(error, "filename", "") or ""), remedy=remedy)
     if _is_out_of_memory(error):
@@ -197,13 +213,6 @@ def _known_error(error: Exception) -> FinetuneError | None:
         )
         return OutOfMemory(f"memory ran out: {first_line or type(error).__name__}", remedy=remedy)
     return None
-
-
-def _is_disk_full(error: Exception) -> bool:
-    """Recognises a full disk or quota, as Python, safetensors and torch report it."""
-    texts = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing file")
-    number = getattr(error, "errno", None)
-    return number in (errno.ENOSPC, errno.EDQUOT) or any(text in str(error) for text in texts)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

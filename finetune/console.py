@@ -17,6 +17,8 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import TextIO
 
 import rich.console
 from rich.cells import cell_len
@@ -29,6 +31,8 @@ Say = Callable[[str], None]
 """Takes one line for people, such as `Console.line`."""
 PLAIN_WIDTH = 80
 """Columns assumed where the output is no terminal."""
+_KEPT_STDOUT: ContextVar[TextIO | None] = ContextVar("kept_stdout", default=None)
+"""Where results go while `KeptStdout` sends all else that is written to stdout to stderr."""
 
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, but for tab and line feed
@@ -151,8 +155,9 @@ class Console:
         JSON has no NaN and no infinity: such a number becomes null.
         """
         if self.is_json:
-            sys.stdout.write(json.dumps(_json_values(values), allow_nan=False, default=str) + "\n")
-            sys.stdout.flush()
+            stream = _KEPT_STDOUT.get() or sys.stdout
+            stream.write(json.dumps(_json_values(values), allow_nan=False, default=str) + "\n")
+            stream.flush()
 
     def _width(self) -> int:
         return self._stream.width if self._stream.is_terminal else PLAIN_WIDTH
@@ -164,6 +169,42 @@ class Console:
                 self.line()
             for column, cell in zip(columns, row, strict=True):
                 self.line(f"{_padded(column, label_width)}  {cell}".rstrip())
+
+
+class KeptStdout:
+    """Keeps stdout for `Console.result`: what libraries, trackers or processes started meanwhile write goes to stderr.
+
+    That holds for `sys.stdout` and for the file descriptor below it, which native code and other processes write to.
+    """
+
+    def __init__(self) -> None:
+        self._stdout = sys.stdout
+        self._is_real = _descriptor_of(sys.stdout) == 1
+        results: TextIO = sys.stdout
+        if self._is_real:
+            sys.stdout.flush()
+            self._kept = os.dup(1)
+            results = os.fdopen(self._kept, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+            os.dup2(2, 1)
+        sys.stdout = sys.stderr
+        self._token = _KEPT_STDOUT.set(results)
+
+    def give_back(self) -> None:
+        """Puts stdout back as it was, for who goes on in the same process."""
+        _KEPT_STDOUT.reset(self._token)
+        sys.stdout = self._stdout
+        if self._is_real:
+            self._stdout.flush()  # who held on to the old stream wrote into its buffer
+            os.dup2(self._kept, 1)
+            os.close(self._kept)
+
+
+def _descriptor_of(stream: TextIO) -> int | None:
+    """Returns the file descriptor of a stream; None where it has none, such as one in memory."""
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):
+        return None
 
 
 class _Stream(rich.console.Console):

@@ -108,8 +108,10 @@ def _train_into(
             note_report(run, recipe, prepared, ending)
             watchers.raise_if_interrupted(trainer)
             show_start(console, prepared, checkpoint)
-            trainer.train_from(checkpoint, is_over=watchers.is_over)
-            ending.note_training(trainer.meter, first_step_at=watchers.first_step.finished_at)
+            try:
+                trainer.train_from(checkpoint, is_over=watchers.is_over)
+            finally:
+                ending.note_training(trainer.meter, first_step_at=watchers.first_step.finished_at)
             watchers.raise_if_interrupted(trainer)
             ending.stopped_early = watchers.early_stop(trainer)
             # The result is saved once it is known to be sound, and before a score could fail.

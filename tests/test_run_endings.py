@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 from tiny import make_chat_file, make_model_folder, make_recipe
 
@@ -135,3 +139,111 @@ def test_a_result_that_is_better_has_no_such_check(
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["summary"]["eval_loss_after"] < report["summary"]["eval_loss_before"]
     assert not [check for check in report["checks"] if "worse" in check["name"]]
+
+
+class FullDisk:
+    """Refuses to write checkpoints after the first, and everything that is replaced as a whole, until it is freed."""
+
+    def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch, *, is_freed_by_removal: bool) -> None:
+        self.is_full = False
+        self._second = run / "checkpoints" / "checkpoint-4"
+        self._is_freed_by_removal = is_freed_by_removal
+        save, make = torch.save, tempfile.mkstemp
+
+        def full_save(value: object, path: object, *rest: object, **more: object) -> None:
+            if str(path).startswith(str(self._second)):
+                Path(str(path)).write_bytes(b"half")
+                self.is_full = True
+                raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 970240 vs 970132")
+            save(value, path, *rest, **more)
+
+        def full_make(*rest: Any, **more: Any) -> tuple[int, str]:
+            self.write()
+            return make(*rest, **more)
+
+        monkeypatch.setattr(torch, "save", full_save)
+        monkeypatch.setattr(tempfile, "mkstemp", full_make)
+
+    def write(self) -> None:
+        if self.is_full and not (self._is_freed_by_removal and not self._second.exists()):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("is_freed_by_removal", [True, False], ids=["room-for-the-report", "no-room-at-all"])
+def test_a_disk_that_fills_up_ends_the_run_and_it_goes_on_from_the_checkpoint(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_freed_by_removal: bool
+) -> None:
+    """The manifest stayed at `running`, and the message named neither the run nor what to do."""
+    training = {"max_steps": 6}
+    (tmp_path / "whole").mkdir()
+    whole = write_recipe(parts, tmp_path / "whole", training=training)
+    assert main(["train", str(whole)]) == 0
+    recipe, run = write_recipe(parts, tmp_path, training=training), tmp_path / "run"
+    command = ["train", str(recipe), "output.save_every_steps=2", "--json"]
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        FullDisk(run, monkeypatch, is_freed_by_removal=is_freed_by_removal)
+        assert main(command) == ExitCode.ENVIRONMENT
+    error = json.loads(capsys.readouterr().out)
+    assert (error["error"], error["place"]) == ("EnvironmentProblem", str(run))
+    assert "the disk is full" in error["message"] and "bytes were free" in error["message"]
+    assert "--resume: it goes on from checkpoint-2" in error["remedy"]
+    manifest = json.loads((run / "run.json").read_text())
+    assert manifest["status"] == "failed" and manifest["recipe_hash"]
+    assert not (run / "checkpoints" / "checkpoint-4").exists()
+    if is_freed_by_removal:
+        report = json.loads((run / "report.json").read_text())
+        assert report["status"] == "failed" and "the disk is full" in report["message"]
+        assert report["timings"]["training_seconds"] > 0
+    assert main([*command, "--resume"]) == 0
+    assert adapter_of(run) == adapter_of(tmp_path / "whole" / "run")
+
+
+def adapter_of(run: Path) -> bytes:
+    return (run / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_full_disk_without_a_checkpoint_says_that_the_run_begins_again(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The metrics are what cannot be written here; the limit is of file sizes, as `ulimit -f` sets it."""
+    on_log = MetricsLogCallback.on_log
+
+    def full(self: MetricsLogCallback, args, state, *rest, **more) -> None:
+        if state.global_step == 1:
+            raise OSError(errno.EFBIG, "File too large")
+        on_log(self, args, state, *rest, **more)
+
+    monkeypatch.setattr(MetricsLogCallback, "on_log", full)
+    assert main(["train", str(write_recipe(parts, tmp_path)), "--json"]) == ExitCode.ENVIRONMENT
+    assert "begins at the first step" in json.loads(capsys.readouterr().out)["remedy"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_continued_run_tells_the_time_of_all_its_steps(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the last command's time was told; a run that stopped early had none of its steps'."""
+    recipe, run = write_recipe(parts, tmp_path, training={"max_steps": 4}), tmp_path / "run"
+    command = ["train", str(recipe), "output.save_every_steps=2"]
+    with monkeypatch.context() as patched:
+        patched.setattr("finetune.train.check_weights_are_finite", lambda model: 1 / 0)
+        assert main(command) == 1
+    first = json.loads((run / "report.json").read_text())["timings"]["training_seconds"]
+    assert first > 0
+    shutil.rmtree(run / "checkpoints" / "checkpoint-4")
+    meter = run / "checkpoints" / "checkpoint-2" / "meter.json"
+    text = json.dumps(json.loads(meter.read_text()) | {"elapsed_seconds": 3723.0})
+    meter.write_text(text)
+    marker = meter.with_name("complete.json")
+    sizes = json.loads(marker.read_text())
+    sizes["files"]["meter.json"] = len(text)
+    marker.write_text(json.dumps(sizes))
+    capsys.readouterr()
+    assert main([*command, "--resume"]) == 0
+    assert "time      1 h 2 min in steps, over all starts; " in capsys.readouterr().out
+    timings = json.loads((run / "report.json").read_text())["timings"]
+    assert 3723 < timings["training_seconds"] < 3783
+    assert timings["total_seconds"] < 600
+    page = (run / "report.html").read_text()
+    assert "<dt>All steps took</dt><dd>1 h 2 min" in page and "Last command took" in page

@@ -148,6 +148,18 @@ def test_samples_are_kept_at_every_evaluation(parts: Path, tmp_path: Path, capsy
     assert "sample at step 2: say: cat dog -> " in capsys.readouterr().out
 
 
+def test_a_sample_is_told_without_the_marks_of_the_template(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line showed the held-out prompt as it was rendered, from its `<|im_start|>` on."""
+    evaluation = {"every_steps": 2, "samples": 1, "max_new_tokens": 6}
+    assert main(["train", str(write_recipe(parts, tmp_path, evaluation=evaluation))]) == 0
+    asked = json.loads((parts / "eval.jsonl").read_text().splitlines()[0])["messages"][0]["content"]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sample at step 2: ")]
+    assert line.startswith(f"sample at step 2: {asked} -> ")
+    assert "<|" not in line
+
+
 def test_own_prompts_need_no_held_out_data(parts: Path, tmp_path: Path) -> None:
     recipe = write_recipe(parts, tmp_path, evaluation={"prompts": ["say: cat", "say: dog"], "max_new_tokens": 4})
     assert main(["train", str(recipe), "data.eval=null"]) == 0
@@ -189,20 +201,30 @@ def test_a_tracker_that_is_not_installed_is_refused_at_once(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_a_tracker_gets_the_metrics_only_where_it_is_named(parts: Path, tmp_path: Path, is_named: bool) -> None:
-    """P45: with trackio installed and its variables set, only a recipe that names it starts it."""
-    package = tmp_path / "site" / "trackio"
+def make_trackio(site: Path, *, more: str = "") -> None:
+    """A package that notes what trackio's callback of transformers calls in the file that `NOTES` names.
+
+    Args:
+        more: lines of the package's `init`.
+    """
+    package = site / "trackio"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
-        "import os\nfrom types import SimpleNamespace\n__version__ = '1.0'\n"
+        "import atexit, os\nfrom types import SimpleNamespace\n__version__ = '1.0'\n"
         "def _note(text):\n    with open(os.environ['NOTES'], 'a') as stream:\n        stream.write(text + '\\n')\n"
         "def init(**options):\n    _note(f\"init {options['name']} in {options['project']}, {options['space_id']}\")\n"
+        f"{more}"
         "context_vars = SimpleNamespace(current_space_id=SimpleNamespace(get=lambda: None))\n"
         "class Config(dict):\n    def update(self, *_, **__):\n        pass\nconfig = Config()\n"
         "def log(values, *_, **__):\n    _note('log ' + ' '.join(sorted(values)))\n"
         "def finish():\n    _note('finish')\n"
     )
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_tracker_gets_the_metrics_only_where_it_is_named(parts: Path, tmp_path: Path, is_named: bool) -> None:
+    """P45: with trackio installed and its variables set, only a recipe that names it starts it."""
+    make_trackio(tmp_path / "site")
     notes = tmp_path / "notes"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), *filter(None, sys.path))),
@@ -220,3 +242,22 @@ def test_a_tracker_gets_the_metrics_only_where_it_is_named(parts: Path, tmp_path
         lines = text.splitlines()
         assert text.count("init ") == text.count("finish") == 1 and lines[-1] == "finish"
         assert [line for line in lines if "eval/loss" in line or "eval_loss" in line]
+
+
+def test_what_a_tracker_prints_does_not_mix_with_the_result(parts: Path, tmp_path: Path) -> None:
+    """Some trackers print when they begin and when the process ends; `--json` promises one object on stdout."""
+    make_trackio(
+        tmp_path / "site",
+        more="    print('printed in Python')\n    os.write(1, b'written below it\\n')\n"
+        "    os.system('echo by a program')\n    atexit.register(print, 'printed at the exit')\n",
+    )
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), *filter(None, sys.path))),
+        "NOTES": str(tmp_path / "notes"),
+    }
+    command = [sys.executable, "-m", "finetune", "train", str(write_recipe(parts, tmp_path)), "--json"]
+    done = subprocess.run([*command, "output.trackers=[trackio]"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["status"] == "done"
+    for printed in ("printed in Python", "written below it", "by a program", "printed at the exit"):
+        assert done.stderr.count(printed) == 1, printed

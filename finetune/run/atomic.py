@@ -39,6 +39,18 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def overwrite_json(path: Path, value: Mapping[str, object]) -> None:
+    """Writes `value` over the content of `path` where it lies, which a full disk allows most often; not in one step.
+
+    What is left of the old length is filled with spaces, which JSON does not mind.
+    """
+    content = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    with path.open("r+b") as stream:
+        stream.write(content.ljust(path.stat().st_size))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def sync_file(path: Path) -> None:
     """Returns once the content of `path` is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

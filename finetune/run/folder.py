@@ -27,9 +27,9 @@ from typing import Any, Literal, get_args
 import yaml
 
 from finetune.errors import DataError, EnvironmentProblem, RecipeError
-from finetune.run.atomic import write_json, write_text
+from finetune.run.atomic import overwrite_json, write_json, write_text
 from finetune.run.checkpoints import CheckpointScan, scan_checkpoints
-from finetune.run.disk import nearest_existing_folder
+from finetune.run.disk import is_disk_full, nearest_existing_folder
 from finetune.run.lock import lock_folder, require_unlocked
 
 SCHEMA_VERSION = 1
@@ -109,10 +109,16 @@ class RunFolder:
         return self.manifest()["status"]
 
     def set_status(self, status: Status) -> None:
-        """Records how the run stands, and when it came to."""
+        """Records how the run stands, and when it came to; on a full disk over the old record, without new space."""
         if status not in get_args(Status):
             raise ValueError(f"unknown status {status!r}")
-        write_json(self.manifest_path, {**self.manifest(), "status": status, "updated": _now()})
+        manifest = {**self.manifest(), "status": status, "updated": _now()}
+        try:
+            write_json(self.manifest_path, manifest)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            overwrite_json(self.manifest_path, manifest)
 
     @property
     def date(self) -> str | None:

@@ -173,7 +173,8 @@ def _key_facts(report: Mapping[str, Any]) -> str:
         ("Tokens per second", rate, format_plain if (rate or 0) < 1000 else "{:,.0f}".format),
         ("Peak GPU memory", summary.get("peak_memory_bytes") or None, format_bytes),
         ("To first step", timings.get("seconds_to_first_step"), format_seconds),
-        ("Time of the last command", timings.get("total_seconds"), format_seconds),
+        ("All steps took", timings.get("training_seconds"), format_seconds),
+        ("Last command took", timings.get("total_seconds"), format_seconds),
     ]
     shown = "".join(
         f"<div><dt>{name}</dt><dd>{escape(form(value))}</dd></div>" for name, value, form in facts if value is not None

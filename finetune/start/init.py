@@ -18,7 +18,7 @@ from finetune.run.atomic import write_text
 from finetune.start.asking import Ask, Asking, Question
 from finetune.start.card import parse_card
 from finetune.start.editor import SCHEMA_NAME, require_own_schema, schema_line, write_schema
-from finetune.start.look import MAX_ROWS, Look, Unmapped, look_at, require_roles
+from finetune.start.look import MAX_ROWS, Look, Unmapped, column_names, look_at, require_roles
 from finetune.start.recipe_text import RecipeValues, render_recipe
 from finetune.start.suggest import model_facts, suggest
 
@@ -121,11 +121,14 @@ def init(request: InitRequest, *, console: Console, ask: Ask | None) -> Written:
 
 def _data(request: InitRequest, asking: Asking, console: Console) -> tuple[str, Look | None]:
     """Settles the data, and shows the first record as it was understood; hub data is not looked at."""
-    data, look = asking.taken(
-        request.data,
-        Question("Data file, folder or hub dataset", "DATA"),
-        lambda data: (data, _looked(data, request.columns, asking)),
-    )
+    question = Question("Data file, folder or hub dataset", "DATA")
+    if request.columns:
+        # No other answer mends a wrong --column, so that is refused once the data can be read at all.
+        data, names = asking.taken(request.data, question, lambda data: (data, _column_names(data)))
+        _require_columns(request.columns, names, data)
+        look = _looked(data, request.columns, asking)
+    else:
+        data, look = asking.taken(request.data, question, lambda data: (data, _looked(data, {}, asking)))
     for line in look.first_record if look is not None else ():
         console.line(line)
     return data, look
@@ -145,11 +148,31 @@ def _require_free(target: Path, *, force: bool) -> None:
         raise RecipeError("the file exists and will not be replaced", place=str(target), remedy=remedy)
 
 
+def _column_names(data: str) -> tuple[str, ...] | None:
+    """Returns the columns of the first record; None for a dataset of the hub, which is not looked at."""
+    return None if is_hub_dataset(data) else column_names(_absolute(data))
+
+
+def _require_columns(columns: Mapping[str, str], names: Sequence[str] | None, data: str) -> None:
+    """Refuses a `--column` that the data does not have."""
+    for role, name in columns.items():
+        if names is not None and name not in names:
+            raise RecipeError(
+                f"there is no column `{name}` in {data}",
+                place=f"--column {role}={name}",
+                remedy=f"Use one of: {', '.join(names)}." if names else "Leave --column out: the data is plain text.",
+            )
+
+
+def _absolute(data: str) -> str:
+    return os.path.abspath(os.path.expanduser(data))
+
+
 def _looked(data: str, columns: Mapping[str, str], asking: Asking) -> Look | None:
     if is_hub_dataset(data):
         asking.console.note(f"{data} is a dataset of the hub, which is not looked at; `finetune preview` does")
         return None
-    path = os.path.abspath(os.path.expanduser(data))
+    path = _absolute(data)
     look = look_at(path, columns=columns)
     if isinstance(look, Unmapped):
         chosen = _mapped(look, data, asking)

@@ -20,6 +20,8 @@ from finetune.recipe.schema import Columns, Source
 
 MAX_ROWS = 20_000
 """Rows that are looked at; a longer file is said to have more."""
+NAMED_ROWS = 1_000
+"""Rows whose columns are known by name: a key that may be left out need not be in the first record."""
 BYTES_PER_TOKEN = 3
 """Bytes of UTF-8 that are taken for a token: less than the 4 or so of English, so that the guess is not too short."""
 TOKENS_PER_MESSAGE = 12
@@ -94,6 +96,24 @@ def look_at(path: str, *, columns: Mapping[str, str]) -> Look | Unmapped:
         seen.add(record, origin, look.format.partition(" ")[0])
     assert look is not None, "read_source refuses a source without records"
     return seen.completed(look)
+
+
+def column_names(path: str) -> tuple[str, ...]:
+    """Returns the names of the columns that the first records have between them; none for plain text.
+
+    Args:
+        path: file, folder or pattern, absolute.
+
+    Raises:
+        DataError: a file, or its first record, cannot be read.
+    """
+    names: dict[str, None] = {}
+    for index, (_, record) in enumerate(read_source(Source(path=path, max_rows=NAMED_ROWS), say=lambda _: None)):
+        if isinstance(record, DataError) and index == 0:
+            raise record
+        if isinstance(record, dict):
+            names.update(dict.fromkeys(map(str, record)))
+    return tuple(names)
 
 
 def require_roles(columns: Mapping[str, str]) -> None:

@@ -134,7 +134,8 @@ def check_loss_again(loss: float | None, *, expected: float, folder: str) -> Che
     Raises:
         GateStopped: it differs by more than the batch size, which memory may have halved since, can explain.
     """
-    detail = f"held-out loss {loss} of the best weights read back, {expected} when they were saved"
+    again = "not measured" if loss is None else f"{loss:.4f}"
+    detail = f"held-out loss {again} of the best weights read back, {expected:.4f} when they were saved"
     if loss is None or not math.isclose(loss, expected, rel_tol=LOSS_TOLERANCE, abs_tol=1e-4):
         raise GateStopped(
             f"the best weights are not what was measured: {detail}",

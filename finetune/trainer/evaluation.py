@@ -17,6 +17,7 @@ from finetune.run.atomic import write_json
 from finetune.run.checkpoints import checkpoint_step
 from finetune.run.folder import RunFolder
 from finetune.run.metrics import append_records, keep_until, read_metrics
+from finetune.run.spoken import last_question, without_control_tokens
 from finetune.trainer.checks import check_loss_again, check_weights_are_those_in
 from finetune.trainer.ending import Ending
 from finetune.trainer.generate import Generator, stop_tokens
@@ -106,8 +107,8 @@ class Evaluator:
         answers = self._generator.answer([prompt.prompt_ids for prompt in self._held_out.shown])
         self._keep(answers, step=step)
         self._answer_seconds += time.perf_counter() - begun
-        last = self._held_out.shown[-1].prompt
-        self._say(f"sample at step {step}: {one_line(last, limit=60)} -> {one_line(answers[-1])}")
+        asked = one_line(last_question(self._held_out.shown[-1].prompt), limit=60)
+        self._say(f"sample at step {step}: {asked} -> {one_line(without_control_tokens(answers[-1]))}")
 
     def measure_result(self, ending: Ending) -> Measurement | None:
         """Measures the weights that are delivered, and compares them with what was saved, and their loss with the one

@@ -18,7 +18,11 @@ from finetune.errors import FinetuneError, GateStopped, Interrupted, RecipeError
 from finetune.model.quantize import unquantized_bytes
 from finetune.recipe.schema import Recipe
 from finetune.run.atomic import write_json, write_text
+from finetune.run.best import settle_best
+from finetune.run.checkpoints import remove_checkpoint
+from finetune.run.disk import disk_full, is_disk_full
 from finetune.run.folder import RunFolder, Status
+from finetune.run.fragments import format_seconds
 from finetune.run.html import render_html
 from finetune.run.metrics import read_metrics, run_folder_gone
 from finetune.run.plots import write_curves_png
@@ -121,21 +125,31 @@ def closing_report(run: RunFolder, recipe: Recipe, prepared: Prepared, *, starte
     ending = Ending(started)
     run.set_status("running")
     try:
-        note_report(run, recipe, prepared, ending)
-        yield ending
-        ending.status, ending.message = (
-            ("early-stopped", ending.stopped_early) if ending.stopped_early else ("done", "")
-        )
-        ending.compare_with_before()
+        with full_disk_told(run):
+            note_report(run, recipe, prepared, ending)
+            yield ending
+            ending.status, ending.message = (
+                ("early-stopped", ending.stopped_early) if ending.stopped_early else ("done", "")
+            )
+            ending.compare_with_before()
+            _close(run, recipe, prepared, ending)
     except BaseException as error:
         ending.status = _status_of(error)
         ending.message = error.message if isinstance(error, FinetuneError) else type(error).__name__
-        try:
-            _close(run, recipe, prepared, ending)
-        except (OSError, FinetuneError) as second:  # such as a full disk: the first error is the one to tell
-            error.add_note(f"the report could not be written: {second}")
+        _close_failed(run, recipe, prepared, ending, error)
         raise
-    _close(run, recipe, prepared, ending)
+
+
+def _close_failed(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending, error: BaseException) -> None:
+    """Writes what can be written of the end of a run that failed; `error`, the first one, is the one to tell."""
+    try:
+        _close(run, recipe, prepared, ending)
+    except (OSError, FinetuneError) as second:
+        error.add_note(f"the report could not be written: {second}")
+        try:
+            run.set_status(ending.status)  # a run whose report has no room has ended all the same
+        except (OSError, FinetuneError) as third:
+            error.add_note(f"the status could not be written: {third}")
 
 
 def _close(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -> None:
@@ -144,6 +158,28 @@ def _close(run: RunFolder, recipe: Recipe, prepared: Prepared, ending: Ending) -
         ending.timings["total_seconds"] = time.perf_counter() - ending.started
         ending.report = write_report(run, recipe, prepared, ending)
         run.set_status(ending.status)  # last: a run without its report is not done
+
+
+@contextmanager
+def full_disk_told(run: RunFolder) -> Iterator[None]:
+    """Names the cause where the block fails because nothing more can be written, and how to go on.
+
+    The checkpoint and the best weights that were being written are removed: they cannot be used, and without them there
+    is room for the report.
+
+    Raises:
+        EnvironmentProblem: the disk is full, or a quota or limit of file sizes reached.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, FinetuneError) or not is_disk_full(error):
+            raise
+        free_bytes = shutil.disk_usage(run.path).free
+        for unfinished in run.scan_checkpoints().incomplete:
+            remove_checkpoint(unfinished.path)
+        settle_best(run.best_dir)
+        raise disk_full(run.path, free_bytes=free_bytes, checkpoint=run.latest_checkpoint()) from error
 
 
 @contextmanager
@@ -247,7 +283,15 @@ def show_result(console: Console, run: RunFolder, report: Mapping[str, Any]) -> 
         )
     console.line(f"report    {_shown(run.report_html)}")
     console.line(f"metrics   {_shown(run.metrics_path)}")
+    _show_times(console, report["timings"])
     _show_next(console, run, report)
+
+
+def _show_times(console: Console, timings: Mapping[str, Any]) -> None:
+    """Prints the time of the steps, which a continued run sums over all of its starts, and of this command."""
+    in_steps = timings.get("training_seconds")
+    steps = f"{format_seconds(in_steps)} in steps, over all starts; " if in_steps is not None else ""
+    console.line(f"time      {steps}{format_seconds(timings['total_seconds'])} for this command")
 
 
 def _show_next(console: Console, run: RunFolder, report: Mapping[str, Any]) -> None:

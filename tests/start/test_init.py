@@ -12,7 +12,7 @@ import yaml
 
 from finetune.cli import main
 from finetune.console import Console
-from finetune.errors import EnvironmentProblem, RecipeError
+from finetune.errors import DataError, EnvironmentProblem, ExitCode, RecipeError
 from finetune.recipe.load import load_recipe
 from finetune.start.init import InitRequest, Written, init
 from finetune.start.recipe_text import scalar
@@ -112,6 +112,31 @@ def test_given_options_are_not_asked() -> None:
     write(ask, card="cpu", method="sft", adapter="none", run_dir="out", columns=columns)
     recipe = load_recipe("recipe.yaml")
     assert (recipe.adapter.type, recipe.output.dir) == ("none", "out")
+
+
+def test_a_wrong_column_is_an_error_of_the_arguments_and_no_question() -> None:
+    """The data's file was asked for again and again, which mends no `--column`."""
+    left = ["nowhere.csv", "qa.csv"]
+    with pytest.raises(RecipeError, match=r"no column `Fragen` in qa\.csv") as caught:
+        write(lambda question, default: left.pop(0), data=None, columns={"instruction": "Fragen", "output": "Antwort"})
+    assert caught.value.place == "--column instruction=Fragen"
+    assert caught.value.remedy == "Use one of: Frage, Antwort."
+    assert not left and not Path("recipe.yaml").exists()
+    for arguments in (["--column", "instruction=Fragen", "--column", "output=Antwort"], ["--column", "text=Fragen"]):
+        assert main(["init", "qa.csv", "--model", "org/tiny-1B", "--card", "cpu", *arguments]) == ExitCode.RECIPE
+
+
+def test_a_column_that_the_first_record_leaves_out_is_known() -> None:
+    rows = [{"q": "What is 1?", "a": "One."}, {"q": "What is 2?", "a": "Two.", "rules": "Be short."}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(data="rows.jsonl", columns={"instruction": "q", "output": "a", "system": "rules"})
+    columns = load_recipe("recipe.yaml").data.train[0].columns
+    assert columns is not None and columns.system == "rules"
+
+
+def test_columns_that_are_there_and_fit_nothing_end_the_questions() -> None:
+    with pytest.raises((RecipeError, DataError)):
+        write(lambda question, default: "qa.csv", data=None, columns={"instruction": "Frage"})
 
 
 def test_a_wrong_answer_is_asked_for_again_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from tiny import make_config
 from transformers import AutoModelForCausalLM
 
 from finetune.errors import GateStopped
-from finetune.trainer.checks import check_documents_are_separate, check_weights_are_finite
+from finetune.trainer.checks import check_documents_are_separate, check_loss_again, check_weights_are_finite
 
 
 def model_of(kind: str, attention: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -48,3 +48,11 @@ def test_a_model_that_ignores_positions_is_caught() -> None:
     model.model.forward = lambda *args, **kwargs: forward(*args, **(kwargs | {"position_ids": None}))
     with pytest.raises(GateStopped):
         check_documents_are_separate(model, num_rows=260)
+
+
+def test_a_loss_measured_again_is_told_in_short_numbers() -> None:
+    """The report showed all 16 digits."""
+    check = check_loss_again(0.7253137491203948, expected=0.7253139482731029, folder="adapter")
+    assert check.detail == "held-out loss 0.7253 of the best weights read back, 0.7253 when they were saved"
+    with pytest.raises(GateStopped, match=r"held-out loss not measured of .*, 0\.5000 when they were saved"):
+        check_loss_again(None, expected=0.5, folder="adapter")

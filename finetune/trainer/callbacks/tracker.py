@@ -56,7 +56,8 @@ class TrackerCallback(TrainerCallback):
         self._last = arguments, {key: value for key, value in kwargs.items() if key != "logs"}
         try:
             getattr(self._tracker, event)(*arguments, **kwargs)
-        except Exception as error:  # a tracker may raise whatever it likes; it is told, not hidden
+        # A tracker may raise whatever it likes, and some leave the process; it is told, not hidden.
+        except (Exception, SystemExit) as error:
             what = f"{type(error).__name__}: {error}"
             if not self._has_started:
                 raise EnvironmentProblem(

@@ -181,14 +181,15 @@ def test_what_is_off_is_not_watched(arguments: TrainingArguments) -> None:
 
 
 class Failing(TrainerCallback):
-    def __init__(self, *, fails_at: int) -> None:
+    def __init__(self, *, fails_at: int, error: BaseException | None = None) -> None:
         self.num_calls = 0
         self._fails_at = fails_at
+        self._error = error or ConnectionError("the server went away")
 
     def on_log(self, *arguments: Any, **kwargs: Any) -> None:
         self.num_calls += 1
         if self.num_calls == self._fails_at:
-            raise ConnectionError("the server went away")
+            raise self._error
 
 
 def test_a_tracker_that_fails_later_is_left_out(arguments: TrainingArguments) -> None:
@@ -205,6 +206,25 @@ def test_a_tracker_that_cannot_start_ends_the_run(arguments: TrainingArguments) 
     tracker = TrackerCallback("wandb", Failing(fails_at=1), say=lambda text: None)
     with pytest.raises(EnvironmentProblem, match="wandb cannot start"):
         tracker.on_log(arguments, TrainerState(), TrainerControl(), logs={"loss": 1.0})
+
+
+def test_a_tracker_that_leaves_the_process_is_one_that_fails(arguments: TrainingArguments) -> None:
+    """Its SystemExit ended the run, with an exit code of its own."""
+    said: list[str] = []
+    given = (arguments, TrainerState(), TrainerControl())
+    with pytest.raises(EnvironmentProblem, match="wandb cannot start: SystemExit: 3"):
+        TrackerCallback("wandb", Failing(fails_at=1, error=SystemExit(3)), say=said.append).on_log(*given)
+    tracker = TrackerCallback("wandb", Failing(fails_at=2, error=SystemExit(3)), say=said.append)
+    for _ in range(3):
+        tracker.on_log(*given, logs={"loss": 1.0})
+    assert said == ["the tracker wandb failed and gets nothing more of this run: SystemExit: 3"]
+
+
+def test_ctrl_c_inside_a_tracker_still_interrupts(arguments: TrainingArguments) -> None:
+    tracker = TrackerCallback("wandb", Failing(fails_at=2, error=KeyboardInterrupt()), say=lambda text: None)
+    tracker.on_log(arguments, TrainerState(), TrainerControl())
+    with pytest.raises(KeyboardInterrupt):
+        tracker.on_log(arguments, TrainerState(), TrainerControl())
 
 
 class Session(TrainerCallback):

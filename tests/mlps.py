@@ -45,14 +45,14 @@ def with_lora(mlp: nn.Module, *, dtype: torch.dtype = torch.float32, seed: int =
     return mlp
 
 
-def with_nf4(mlp: nn.Module) -> nn.Module:
-    """The same module, its linear layers replaced by NF4 ones."""
+def with_nf4(mlp: nn.Module, *, compute_dtype: torch.dtype | None = torch.bfloat16) -> nn.Module:
+    """The same module, its linear layers replaced by NF4 ones; without a `compute_dtype` the first input chooses it."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for name, linear in list(mlp.named_children()):
         if isinstance(linear, nn.Linear):
             made = Linear4bit(
-                linear.in_features, linear.out_features, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16
+                linear.in_features, linear.out_features, bias=False, quant_type="nf4", compute_dtype=compute_dtype
             )
             made.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
             made.support_avx512bf16_for_cpu = False

@@ -255,8 +255,8 @@ class _Autocast:
         return cls(device_type, True, is_enabled, torch.get_autocast_dtype(device_type))
 
     def entered(self) -> AbstractContextManager[Any]:
-        """The same state, without its cache of cast weights: forward would leave casts there that have no gradient, and
-        each tile of backward those of a graph that is gone."""
+        """The same state, without its cache of cast weights: casts of a backward's stand-ins would stay in it until the
+        caller's autocast ends."""
         if not self.is_available:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.is_enabled, cache_enabled=False)

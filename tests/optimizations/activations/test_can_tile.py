@@ -57,10 +57,13 @@ def test_every_activation_can(activation: str) -> None:
     assert support.ok, support.reason
 
 
-@pytest.mark.parametrize("make", [lambda: with_nf4(make_mlp()), lambda: with_lora(with_nf4(make_mlp()), use_dora=True)])
-def test_nf4_layers_can_and_stay_as_they_were(make: Callable[[], nn.Module]) -> None:
-    """An NF4 layer takes the format of its first input: the probe's must not be that one."""
-    mlp = make().eval()
+@pytest.mark.parametrize("is_adapted", [False, True], ids=["nf4", "nf4-dora"])
+@pytest.mark.parametrize("compute_dtype", [None, BF16], ids=str)
+def test_nf4_layers_can_and_stay_as_they_were(compute_dtype: torch.dtype | None, is_adapted: bool) -> None:
+    """An NF4 layer without a format takes that of its first input: the probe's must not be that one."""
+    mlp = with_nf4(make_mlp(), compute_dtype=compute_dtype).eval()
+    if is_adapted:
+        with_lora(mlp, use_dora=True)
     before = {name: {k: v for k, v in vars(m).items() if "comput" in k} for name, m in mlp.named_modules()}
     packed = {name: parameter.clone() for name, parameter in mlp.named_parameters()}
     state = torch.get_rng_state()

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from mlps import HIDDEN, draw, error, make_mlp, results, truth, with_lora, with_nf4
+from mlps import HIDDEN, LiveBytes, draw, error, make_mlp, results, truth, with_lora, with_nf4
 from numerics import assert_bitwise_equal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -167,25 +167,26 @@ def test_each_remake_is_wrapped() -> None:
 
 
 def test_backward_inside_autocast_keeps_every_gradient() -> None:
-    """Autocast keeps casts of weights made without a graph; taken for backward, the weights would have no gradient."""
     mlp, x = make_mlp(), draw(1, 13, HIDDEN).requires_grad_()
-    names = [x, *mlp.parameters()]
-
-    def gradients() -> tuple[torch.Tensor, ...]:
-        with bf16():
-            with torch.no_grad():
-                mlp(x)
-            return torch.autograd.grad(mlp(x).float().square().sum(), names)
-
-    outside = torch.autograd.grad(_under(bf16, mlp, x).float().square().sum(), names)
+    wanted = [x, *mlp.parameters()]
+    with bf16():
+        y = mlp(x)
+    expected = torch.autograd.grad(y.float().square().sum(), wanted)
     tile_mlp(mlp, TILE)
-    inside = gradients()
-    assert max(error(found, true) for found, true in zip(inside, outside, strict=True)) <= 2e-2
+    with bf16():
+        found = torch.autograd.grad(mlp(x).float().square().sum(), wanted)
+    assert max(error(found, true) for found, true in zip(found, expected, strict=True)) <= 2e-2
 
 
-def _under(around, mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with around():
-        return mlp(x)
+def test_no_cast_of_a_weight_stays_in_the_cache_of_autocast() -> None:
+    """Nobody asks for those of a backward again, and they would stay until autocast ends."""
+    mlp, x = make_mlp(), draw(1, 13, HIDDEN).requires_grad_()
+    tile_mlp(mlp, TILE)
+    with bf16(), LiveBytes() as memory:
+        gradients = torch.autograd.grad(mlp(x).float().sum(), list(mlp.parameters()))
+        assert all(gradient.abs().sum() > 0 for gradient in gradients)
+        del gradients
+        assert memory.live == 0
 
 
 def test_forward_without_autocast_is_remade_without_it() -> None:

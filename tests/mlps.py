@@ -84,7 +84,11 @@ def results(mlp: nn.Module, x: Tensor, *, around: Context = nullcontext) -> dict
 
 def truth(mlp: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """What the untiled module gives when everything is computed in fp32."""
-    return results(copy.deepcopy(mlp).float(), x.float())
+    exact = copy.deepcopy(mlp).float()
+    for module in exact.modules():
+        if hasattr(module, "compute_dtype"):  # an NF4 layer, which would go on in its own format
+            module.compute_dtype = torch.float32
+    return results(exact, x.float())
 
 
 def error(found: Tensor, true: Tensor) -> float:

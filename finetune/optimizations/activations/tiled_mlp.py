@@ -280,10 +280,11 @@ def _structural_fault(mlp: nn.Module) -> str | None:
 
     if mlp._parameters or mlp._buffers:
         return "it has weights of its own beside its linear layers"
+    known = _known_modules()
     for name, module in mlp.named_modules():
         if module is mlp:
             continue
-        if not isinstance(module, _known_modules()) and type(module).__module__ not in ACTIVATIONS:
+        if not isinstance(module, known) and type(module).__module__ not in ACTIVATIONS:
             return f"`{name}` is a {type(module).__name__}, not known to map each token by itself"
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"`{name}` drops values at random (p = {module.p}): a tile's mask would be another"

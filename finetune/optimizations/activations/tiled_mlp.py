@@ -3,7 +3,7 @@
     y = mlp(x)              x, y: [R, L, H]
 
 An MLP works token by token. Plain autograd holds the intermediates of all tokens at once when backward reaches them:
-gate, up, the activation, the product and their gradients, about 5 * I numbers a token. Here forward computes tile by
+gate, up, the activation, the product and their gradients, 5 * I to 8 * I numbers a token. Here forward computes tile by
 tile and keeps x alone; backward remakes one tile, takes its gradients, and goes on, so that one tile's intermediates
 live at a time.
 

@@ -12,6 +12,7 @@ from torch import nn
 from finetune.data.packed_metadata import build_packed_metadata
 from finetune.optimizations.activations.checkpoint import Checkpointing
 from finetune.optimizations.activations.copies import Copies, copies_for
+from finetune.optimizations.activations.host_memory import allocate_pool
 from finetune.optimizations.activations.reload import Reload
 from finetune.optimizations.activations.stored_outputs import StoredOutputs
 from finetune.optimizations.activations.types import Group, LayerPlan, Place
@@ -50,7 +51,7 @@ class TinyModel:
         slot_bytes: int = SLOT_BYTES,
         copies: Copies | None = None,
     ) -> Reload:
-        pool = torch.empty(slot_bytes * len(plans), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        pool = allocate_pool(slot_bytes * len(plans), device=self.device)
         self.reload = Reload(
             pool,
             [slot_bytes] * len(plans),

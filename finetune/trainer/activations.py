@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import OutOfMemory
@@ -116,13 +117,13 @@ def _workload(prepared: Prepared, trainer: SftTrainer) -> Workload:
     rows = prepared.train_rows
     longest = np.argsort(-rows.plan.row_tokens, kind="stable")[: prepared.steps.rows_per_micro_batch]
     batch = trainer.rows_collator([rows[int(index)] for index in longest])
-    inputs = trainer._prepare_inputs(batch)
+    inputs: Any = send_to_device(batch, trainer.args.device)  # as the loader does, metadata included
 
     def loss() -> torch.Tensor:
         with trainer.accelerator.autocast():
             return trainer._loss_sum(trainer.trained, inputs)[0]
 
-    return Workload(forward=loss, loss=loss)
+    return Workload(forward=loss, loss=loss, context=lambda: trainer.accelerator.autocast())
 
 
 @contextmanager

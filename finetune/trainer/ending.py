@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.optimizations.apply import Applied
-from finetune.optimizations.apply import Applied
 from finetune.run.folder import Status
 from finetune.trainer.checks import Check
 from finetune.trainer.measurement import Measurement

@@ -117,6 +117,7 @@ def assess_plan(layers: Sequence[LayerPlan], costs: ModelCosts) -> ActivationPla
     largest = max(layer.host_bytes for layer in figures)
     buffers = costs.num_buffers * largest
     device = buffers + sum(layer.device_bytes for layer in figures)
+    kinds = [costs.kinds[kind] for kind in costs.layers]
     stalls = 0.0
     if host:
         waits = reload_waits(figures, bytes_per_second=link.to_device_bytes_per_second, num_buffers=costs.num_buffers)
@@ -129,13 +130,38 @@ def assess_plan(layers: Sequence[LayerPlan], costs: ModelCosts) -> ActivationPla
         device_bytes=device,
         buffer_bytes=buffers,
         host_bytes=host,
-        peak_bytes=costs.fixed_bytes + device + work_bytes(costs, largest_host_bytes=largest),
+        peak_bytes=costs.fixed_bytes
+        + buffers
+        + _peak(figures, kinds, costs.head_peak_bytes, largest_host_bytes=largest),
         step_seconds=costs.num_micro_batches * micro_batch + costs.optimizer_seconds,
         link_fill=_share(host, link.to_host_bytes_per_second, forward),
         recomputed=sum(layer.remade_seconds for layer in figures) / forward if forward else 0.0,
         reload_fill=_share(host, link.to_device_bytes_per_second, backward),
         stall_seconds=stalls,
     )
+
+
+def _peak(
+    figures: Sequence[LayerFigures], kinds: Sequence[LayerCosts], head_peak_bytes: int, *, largest_host_bytes: int
+) -> int:
+    """Returns the most that stored tensors and work take together; `work_bytes` is the planner's bound of the latter.
+
+    The backward of a layer finds what it and the layers before it stored, and remakes only what is not stored.
+    """
+    stored = sum(layer.device_bytes for layer in figures)
+    forward = max(kind.forward_peak_bytes for kind in kinds) + LAYERS_IN_FLIGHT * largest_host_bytes
+    most = stored + max(forward, head_peak_bytes)
+    for layer, kind in reversed(list(zip(figures, kinds, strict=True))):
+        most = max(most, stored + _backward_work(layer.plan, kind))
+        stored -= layer.device_bytes
+    return most
+
+
+def _backward_work(plan: LayerPlan, kind: LayerCosts) -> int:
+    if plan.is_whole:
+        return kind.whole_peak_bytes or kind.backward_peak_bytes
+    there = sum(kind.groups[group].num_bytes for group in plan.places if group is not Group.INPUT)
+    return max(0, kind.backward_peak_bytes - there)
 
 
 def _share(num_bytes: int, bytes_per_second: float, seconds: float) -> float:

@@ -85,8 +85,9 @@ def set_checkpoint_function(layer: nn.Module, function: LayerFunction | None) ->
 
     The attributes are what transformers' own `_set_gradient_checkpointing` sets (5.17 to 5.24).
     """
-    layer.gradient_checkpointing = function is not None  # pyright: ignore[reportAttributeAccessIssue]
-    layer._gradient_checkpointing_func = function  # pyright: ignore[reportAttributeAccessIssue]
+    attributes: Any = layer
+    attributes.gradient_checkpointing = function is not None
+    attributes._gradient_checkpointing_func = function
 
 
 def _note_done(record: weakref.ReferenceType[LayerRecord], grad: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-Moment = torch.cuda.Event
+Moment = torch.Event
 """A point of a stream that others can wait for."""
 
 

@@ -24,6 +24,8 @@ def plan_lines(plan: ActivationPlan, costs: ModelCosts) -> list[str]:
     if len(shown) < len(counts):
         others = counts[len(shown) :]
         parts.append(f"{plural(sum(count for _, count in others), 'layer')} in {len(others)} other ways")
+    if plan.tile_tokens is not None:
+        parts.append(f"MLPs in tiles of {plan.tile_tokens:,} tokens")
     lines = [f"activations: {parts[0]}"] if len(parts) == 1 else ["activations:", *(f"  {part}" for part in parts)]
     figures = [
         f"peak {_gib(plan.peak_bytes)} GiB ({_gib(costs.fixed_bytes)} fixed, "
@@ -61,6 +63,7 @@ def plan_dict(plan: ActivationPlan, costs: ModelCosts) -> dict[str, Any]:
         "recomputed": plan.recomputed,
         "stall_seconds": plan.stall_seconds,
         "step_seconds": plan.step_seconds,
+        "mlp_tile_tokens": plan.tile_tokens,
         "num_micro_batches": costs.num_micro_batches,
     }
 

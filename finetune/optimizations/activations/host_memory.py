@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,9 +35,9 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HostPool:
-    """Host memory for activations."""
+    """Host memory for activations, pinned for as long as this object lives."""
 
     data: torch.Tensor
     """uint8."""
@@ -56,11 +57,20 @@ def allocate_pool(num_bytes: int, *, device: torch.device) -> HostPool:
     data = whole[start : start + num_bytes]
     if device.type != "cuda" or num_bytes == 0:
         return HostPool(data, is_pinned=False)
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(data.data_ptr(), num_bytes, 0))
     if code != 0:
         return HostPool(
             data, is_pinned=False, refusal=f"the system refused to pin {num_bytes / 2**30:.1f} GiB ({code})"
         )
-    weakref.finalize(whole.untyped_storage(), runtime.cudaHostUnregister, data.data_ptr())
-    return HostPool(data, is_pinned=True)
+    pool = HostPool(data, is_pinned=True)
+    # A storage has no Python object that lives as long as it does; the pool has.
+    weakref.finalize(pool, _unpin, data)
+    return pool
+
+
+def _unpin(data: torch.Tensor) -> None:
+    """Gives memory back to the system's pager, once no copy can be under way."""
+    torch.cuda.synchronize()
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(data.data_ptr())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from finetune.optimizations.activations.checkpoint import Checkpointing
 from finetune.optimizations.activations.copies import copies_for
+from finetune.optimizations.activations.host_memory import allocate_pool
 from finetune.optimizations.activations.record import LayerRecord
 from finetune.optimizations.activations.reload import Reload
 from finetune.optimizations.activations.types import Group, GroupCost, LayerCosts, LayerPlan, Link, Place
@@ -106,17 +108,20 @@ class LayerMeter:
 
     Args:
         layers: decoder layers; `checkpointing` is theirs.
+        context: what a forward of the run is inside of, such as autocast.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], checkpointing: Checkpointing, *, device: torch.device) -> None:
-        self._layers, self._checkpointing, self._device = list(layers), checkpointing, device
-        self._nothing = Reload(
-            torch.empty(0, dtype=torch.uint8),
-            [0] * len(layers),
-            num_buffers=1,
-            copies=copies_for(device),
-            device=device,
-        )
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        checkpointing: Checkpointing,
+        *,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._layers, self._checkpointing, self._device, self._context = list(layers), checkpointing, device, context
+        nowhere, sizes = allocate_pool(0, device=device), [0] * len(self._layers)
+        self._nothing = Reload(nowhere, sizes, num_buffers=1, copies=copies_for(device), device=device)
 
     def costs(self, call: LayerCall, allowed: frozenset[Group]) -> LayerCosts:
         """Measures one kind of layer.
@@ -149,6 +154,7 @@ class LayerMeter:
             whole_bytes=None if whole is None else whole.kept_bytes + _bytes(call.hidden),
             forward_peak_bytes=bare.forward_peak_bytes,
             backward_peak_bytes=bare.backward_peak_bytes,
+            whole_peak_bytes=0 if whole is None else whole.backward_peak_bytes,
         )
 
     def median(self, call: LayerCall, plan: LayerPlan) -> Pass:
@@ -181,7 +187,8 @@ class LayerMeter:
         upstream = torch.ones_like(hidden)
         with CountedBytes(self._device, parameters=list(layer.parameters())) as counted:
             start = self._mark()
-            output = layer(hidden, *call.args, **call.kwargs)
+            with self._context():
+                output = layer(hidden, *call.args, **call.kwargs)
             output = output[0] if isinstance(output, tuple) else output
             middle = self._mark()
         group_bytes = {group: record.num_bytes(group) for record in records for group in Group}

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from finetune.optimizations.activations.copies import Copies, Moment
+from finetune.optimizations.activations.host_memory import HostPool
 
 if TYPE_CHECKING:
     from finetune.optimizations.activations.record import LayerRecord
@@ -86,24 +87,25 @@ class Reload:
     """See the module.
 
     Args:
-        pool: uint8 host memory, of at least `sum(slot_bytes)`.
+        pool: host memory of at least `sum(slot_bytes)`.
         slot_bytes: for each layer the most that it puts on the host.
         num_buffers: 2, or 1 for copies and compute in turns.
         copies: how bytes get from one to the other.
     """
 
     def __init__(
-        self, pool: torch.Tensor, slot_bytes: Sequence[int], *, num_buffers: int, copies: Copies, device: torch.device
+        self, pool: HostPool, slot_bytes: Sequence[int], *, num_buffers: int, copies: Copies, device: torch.device
     ) -> None:
         offsets = [sum(slot_bytes[:layer]) for layer in range(len(slot_bytes))]
         self._slots = [
-            HostSlot(layer, pool[offset : offset + size])
+            HostSlot(layer, pool.data[offset : offset + size])
             for layer, (offset, size) in enumerate(zip(offsets, slot_bytes, strict=True))
         ]
         largest = max(slot_bytes, default=0)
         self._buffers = [
             Loaded(torch.empty(largest, dtype=torch.uint8, device=device)) for _ in range(num_buffers if largest else 0)
         ]
+        self._pool = pool  # pinned as long as it is referred to
         self._copies = copies
         self.device = device
         self._flights: deque[_Flight] = deque()

@@ -20,7 +20,7 @@ from finetune.optimizations.activations.types import Budget, LayerPlan, ModelCos
 
 MAX_FILL = 0.85
 """Share of a pass in which the link may be busy: measured copies were hidden up to there."""
-_COPY_PRICE = 0.001
+_COPY_PRICE = 0.02
 """Of a hidden copy's time, so that nothing is moved to the host without need."""
 _TOLERANCE = 1e-3
 """Share of the layers' time that a longer search might still save when it stops."""

@@ -114,6 +114,16 @@ class StoredOutputs:
         return self.skips_last and now is not None and now.is_recompute
 
     @contextmanager
+    def leaving_out_last(self, mlp: nn.Module) -> Iterator[None]:
+        """Leaves out the last product of an MLP in a block, where that is allowed; what a tile's remake wants."""
+        base = base_that_can_be_left_out(getattr(mlp, LAST_OF_MLP, nn.Identity()))
+        if base is None or not self.skips_last:
+            yield
+            return
+        with self._leaving_out(base):
+            yield
+
+    @contextmanager
     def _leaving_out(self, base: nn.Module) -> Iterator[None]:
         self._skipped.add(id(base))
         try:

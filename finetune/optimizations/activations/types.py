@@ -78,7 +78,10 @@ class LayerCosts:
     forward_peak_bytes: int
     """Most that forward needs at once beside what it stores."""
     backward_peak_bytes: int
-    """Most that backward with its recompute needs at once, beside what was stored before it."""
+    """Most that backward with its recompute needs at once when the input alone is stored, beside what was stored before
+    it."""
+    whole_peak_bytes: int = 0
+    """The same of a layer that is not checkpointed."""
 
 
 @dataclass(frozen=True)
@@ -142,5 +145,7 @@ class ActivationPlan:
     """Share of one forward pass of the layers that is computed again."""
     reload_fill: float = 0.0
     """Share of backward's time in which the link to the device is busy."""
+    tile_tokens: int | None = None
+    """Tokens of a tile, where the MLPs run in tiles."""
     stall_seconds: float = 0.0
     """A micro-batch's waits for reloads, part of `step_seconds`."""

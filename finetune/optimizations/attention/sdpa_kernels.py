@@ -94,7 +94,7 @@ def _forward(
 ) -> tuple[torch.Tensor, ...]:
     """Attention, its log-sum-exp, and on CUDA the kernel's seed and offset, which its backward asks for."""
     is_causal = mask is None
-    extra: tuple[torch.Tensor, ...] = ()
+    extra: list[torch.Tensor] = []
     if query.is_cuda:
         bias = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
         out, lse, *extra = torch.ops.aten._scaled_dot_product_efficient_attention(

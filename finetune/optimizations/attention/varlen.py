@@ -1,8 +1,8 @@
 """torch's own variable-length flash attention, with sinks where a model has them.
 
 In every torch from 2.11 on, for fp16 and bf16 on compute capability 8.0 and up. The kernels behind
-`torch.nn.attention.varlen` are called as an operation of ours: the public function ignores gradients of the log-sum-exp,
-which sinks need (see `sinks.py`), and cannot be told in a recompute that its result is stored.
+`torch.nn.attention.varlen` are called as an operation of ours: the public function ignores gradients of the
+log-sum-exp, which sinks need (see `sinks.py`), and cannot be told in a recompute that its result is stored.
 
 Legend: T slots of the batch, H query heads, K key and value heads, E width of a head.
 """

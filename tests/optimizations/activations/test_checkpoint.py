@@ -42,9 +42,7 @@ def test_every_group_in_every_place_gives_equal_gradients(kind: str, targets: ob
 
 @pytest.mark.parametrize("place", list(Place))
 @pytest.mark.parametrize("backend", ["segments", "sdpa"])
-def test_stored_attention_is_not_computed_again(
-    backend: str, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_attention_is_not_computed_again(backend: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = tiny_model("gpt_oss")
     tiny.attend_with(backend, lengths=[(9, 20, 8), (30, 7)])
     expected = tiny.step()

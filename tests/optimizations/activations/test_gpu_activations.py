@@ -143,7 +143,7 @@ def test_memory_returns_to_its_start() -> None:
 def test_a_pool_is_pinned_as_it_is() -> None:
     """Not rounded up to a power of two."""
     pool = allocate_pool(3 * 2**20 + 4096, device=torch.device("cuda"))
-    assert pool.is_pinned and pool.data.is_pinned()
+    assert pool.is_pinned and pool.data.is_pinned()  # the second is the driver's word
     assert len(pool.data) == 3 * 2**20 + 4096
     there = torch.arange(2**20, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()

@@ -14,7 +14,7 @@ from activation_costs import qwen3_14b_costs, small_costs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from finetune.optimizations.activations.assess import assess_plan, layer_options
+from finetune.optimizations.activations.assess import assess_plan, layer_options, work_bytes
 from finetune.optimizations.activations.planner import BudgetTooSmall, plan_activations, tighter
 from finetune.optimizations.activations.types import (
     GIB,
@@ -50,10 +50,20 @@ def keeps_to(plan: ActivationPlan, costs: ModelCosts, budget: Budget) -> bool:
     )
 
 
-def best_by_trying_all(costs: ModelCosts, budget: Budget) -> float | None:
+def fits_by_the_bound(plan: ActivationPlan, costs: ModelCosts, budget: Budget) -> bool:
+    """Whether the plan fits where every layer works as one that stores its input alone, as the search takes it."""
+    work = work_bytes(costs, largest_host_bytes=plan.buffer_bytes // costs.num_buffers)
+    return plan.device_bytes + work <= budget.device_bytes
+
+
+def best_by_trying_all(costs: ModelCosts, budget: Budget) -> tuple[float | None, float | None]:
+    """The least time of a step among all plans, and among those that fit by the bound."""
     options = [[figures.plan for figures in layer_options(kind, may_use_host=True)] for kind in costs.kinds]
     plans = (assess_plan(layers, costs) for layers in product(*(options[kind] for kind in costs.layers)))
-    return min((plan.step_seconds for plan in plans if keeps_to(plan, costs, budget)), default=None)
+    fitting = [plan for plan in plans if keeps_to(plan, costs, budget)]
+    bounded = [plan for plan in fitting if fits_by_the_bound(plan, costs, budget)]
+    least, bound = (min((plan.step_seconds for plan in some), default=None) for some in (fitting, bounded))
+    return least, bound
 
 
 @st.composite
@@ -108,11 +118,11 @@ def planned(costs: ModelCosts, budget: Budget) -> ActivationPlan | None:
 
 
 def compare_with_all(costs: ModelCosts, budget: Budget) -> None:
-    best, plan = best_by_trying_all(costs, budget), planned(costs, budget)
-    assert (best is None) == (plan is None)
-    if best is not None and plan is not None:
+    (least, bound), plan = best_by_trying_all(costs, budget), planned(costs, budget)
+    assert (bound is None) == (plan is None)
+    if bound is not None and plan is not None and least is not None:
         assert keeps_to(plan, costs, budget)
-        assert best * (1 - 1e-9) <= plan.step_seconds <= best * 1.03
+        assert least * (1 - 1e-9) <= plan.step_seconds <= bound * 1.03
 
 
 @settings(max_examples=60, deadline=None)
@@ -262,7 +272,7 @@ def test_shared_memory_holds_nothing_on_the_host() -> None:
 
 
 def test_offloaded_layers_are_spread_among_the_others() -> None:
-    plan = plan_activations(qwen3_14b_costs(), Budget(int((139 - 8.2) * GIB), 64 * GIB))
+    plan = plan_activations(qwen3_14b_costs(), Budget(int((79 - 8.2) * GIB), 64 * GIB))
     away = [index for index, layer in enumerate(plan.layers) if HOST in layer.places.values()]
     gaps = [after - before for before, after in pairwise(away)]
     assert 5 <= len(away) <= 9 and max(gaps) - min(gaps) <= 1 and min(gaps) >= 4

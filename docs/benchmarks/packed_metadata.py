@@ -120,7 +120,9 @@ def _build(options: argparse.Namespace, scratch: Path):
             },
             "adapter": {"rank": options.rank, "targets": options.targets},
             "data": {"train": [{"path": str(data)}], "max_length": 64, "cache": False},
-            "training": {"rows_per_step": 1, "optimizer": _optimizer(), "router_aux_loss": 0.0},
+            "training": {
+                "rows_per_step": 1, "optimizer": _optimizer(), "router_aux_loss": 0.0, "gradient_checkpointing": True,
+            },
             "evaluation": {"samples": 0},
             "output": {"dir": str(scratch / "run")},
         }

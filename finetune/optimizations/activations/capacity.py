@@ -30,12 +30,14 @@ def device_capacity(device: torch.device, *, available_host: int) -> int:
     return int(min(free + own, total * fraction) * (1 - FRAGMENTATION))
 
 
-def fixed_bytes(device: torch.device, parameters: Iterable[nn.Parameter], *, optimizer: str) -> int:
-    """Returns what weights (what is allocated now), gradients and optimizer will take together."""
+def fixed_bytes(device: torch.device, parameters: Iterable[nn.Parameter], *, optimizer: str | None) -> int:
+    """Returns what weights (what is allocated now), gradients and optimizer will take together; without the latter
+    where it is None."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     gradients = sum(parameter.numel() * parameter.element_size() for parameter in trained if parameter.grad is None)
-    return allocated + gradients + sum(_state_bytes(parameter, optimizer) for parameter in trained)
+    states = 0 if optimizer is None else sum(_state_bytes(parameter, optimizer) for parameter in trained)
+    return allocated + gradients + states
 
 
 def _state_bytes(parameter: nn.Parameter, optimizer: str) -> int:

@@ -15,7 +15,6 @@ from finetune.optimizations.activations.assess import LayerFigures, assess_plan,
 from finetune.optimizations.activations.search import MAX_FILL, fastest_layers, usable_host_bytes
 from finetune.optimizations.activations.types import ActivationPlan, Budget, Group, LayerPlan, ModelCosts, Place
 
-
 _ROUNDS = 3
 _WORTH_A_ROUND = 0.01
 """Share of the device's budget that is worth another search."""

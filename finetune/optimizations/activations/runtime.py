@@ -38,6 +38,8 @@ class Limits:
     host_bytes: int | None
     optimizer: str
     num_micro_batches: int
+    has_optimizer: bool = False
+    """Whether the optimizer's state is there already, and so among the allocated memory."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,11 @@ class Activations:
         base = ModelCosts(
             kinds=(),
             layers=kinds,
-            fixed_bytes=fixed_bytes(self._device, self._model.parameters(), optimizer=self._limits.optimizer),
+            fixed_bytes=fixed_bytes(
+                self._device,
+                self._model.parameters(),
+                optimizer=None if self._limits.has_optimizer else self._limits.optimizer,
+            ),
             head_seconds=head.seconds,
             head_peak_bytes=head.peak_bytes,
             optimizer_seconds=0.0,
@@ -130,6 +136,21 @@ class Activations:
         """
         costs = replace(self._measured[tile_tokens], num_buffers=num_buffers)
         return self._put_into_effect(assess_plan(layers, costs), costs, tile_tokens)
+
+    def run_by_hand(
+        self, layers: Sequence[LayerPlan], slot_bytes: Sequence[int], *, num_buffers: int, tile_tokens: int | None
+    ) -> None:
+        """Puts plans into effect without any measuring, for rows that are too long to measure first.
+
+        Args:
+            slot_bytes: for each layer the most that it has on the host.
+        """
+        self.tiles.set(tile_tokens)
+        pool = allocate_pool(sum(slot_bytes), device=self._device)
+        self.reload = Reload(
+            pool, slot_bytes, num_buffers=num_buffers, copies=copies_for(self._device), device=self._device
+        )
+        self.checkpointing.install(layers, self.reload)
 
     def close(self) -> None:
         """Leaves the model as it was."""

@@ -13,8 +13,8 @@ process's memory: it stands for a smaller card's size, never for its speed.
 Modes: `plan` is the planner's; `plain` keeps every layer's input on the device and remakes all else; `host-1` and
 `host-2` put every input but the last layer's on the host, with one and two buffers; `whole` keeps everything.
 
-`--longest` looks for the longest row, one document, that trains under each cap: all inputs but the last on the host,
-MLPs in tiles, the full weights, `--layers` layers at true length (those left out need no memory of the device).
+`--longest` finds the longest row, one document, that trains under each cap: all inputs but the last on the host, MLPs
+in tiles, the full weights, `--layers` layers at true length (those left out need no memory of the device).
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ from finetune.run.environment import collect_environment
 from finetune.trainer.sft import SftTrainer
 
 TILE = 2048
+SPARE = 0.98
+"""Share of a cap that a row may fill: the rest lies between the allocator's blocks."""
 
 
 def main() -> None:
@@ -88,6 +90,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--longest", default="", help="caps in GiB under which the longest row is looked for")
     parser.add_argument("--layers", type=int, default=2, help="layers that the longest row runs through")
     parser.add_argument("--step-tokens", type=int, default=4096, help="how fine the longest row is found")
+    parser.add_argument("--tried-up-to", type=float, default=32, help="GiB up to which the longest row is run")
     parser.add_argument("--attention", default="varlen")
     parser.add_argument("--nf4", action="store_true")
     parser.add_argument("--targets", default="all-linear")
@@ -187,26 +190,28 @@ def _forward_and_backward(trainer: SftTrainer, batch: dict) -> None:
 
 
 def _longest(trainer: SftTrainer, options: argparse.Namespace, cap: float, ends: float) -> dict[str, Any]:
-    """Bisects between a row that trains and one that does not."""
-    tokens, fits, tries = 32 * options.step_tokens, 0, {}
-    too_long = None
-    while too_long is None or too_long - fits > options.step_tokens:
-        if time.monotonic() > ends:
-            break
+    """Draws a line through the peaks of two rows, and tries the row it gives for the cap, and shorter ones if that
+    does not fit; above `--tried-up-to` GiB the line's word is taken, and said to be that."""
+    first, second = (options.step_tokens * factor for factor in (4, 8))
+    peaks = [_trains(trainer, options, None, tokens)["peak_memory_bytes"] for tokens in (first, second)]
+    slope = (peaks[1] - peaks[0]) / (second - first)
+    if slope <= 0:
+        raise RuntimeError("the device does not tell what a row takes")
+    tokens = int((cap * GIB * SPARE - peaks[0]) / slope) + first
+    tokens = tokens // options.step_tokens * options.step_tokens
+    tries: dict[int, Any] = {}
+    while cap <= options.tried_up_to and tokens > 0 and time.monotonic() < ends:
         tries[tokens] = _trains(trainer, options, cap, tokens)
         if tries[tokens]["fits"]:
-            fits = tokens
-            tokens = (fits + too_long) // 2 if too_long else 2 * tokens
-        else:
-            too_long = tokens
-            tokens = (fits + too_long) // 2
-        tokens = tokens // options.step_tokens * options.step_tokens
-        if tokens in tries or tokens == 0:
             break
-    return {"cap_gib": cap, "mode": "longest", "longest_tokens": fits, "layers_run": options.layers, "tries": tries}
+        tokens -= options.step_tokens
+    return {
+        "cap_gib": cap, "mode": "longest", "longest_tokens": tokens, "is_tried": any(t["fits"] for t in tries.values()),
+        "bytes_a_token": slope, "layers_run": options.layers, "tries": tries,
+    }  # fmt: skip
 
 
-def _trains(trainer: SftTrainer, options: argparse.Namespace, cap: float, tokens: int) -> dict[str, Any]:
+def _trains(trainer: SftTrainer, options: argparse.Namespace, cap: float | None, tokens: int) -> dict[str, Any]:
     """Runs some layers of the full model forward and backward over one document."""
     inner = next(module for module in trainer.trained.modules() if hasattr(module, "layers"))
     every = inner.layers

@@ -11,7 +11,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Pass:
     forward_seconds: float
     backward_seconds: float
     kept_bytes: int
-    """What lives between the two, the input and output aside."""
+    """What lives between the two beside the output, which is the next layer's input."""
     forward_peak_bytes: int
     backward_peak_bytes: int
     group_bytes: dict[Group, int]
@@ -151,59 +152,80 @@ class LayerMeter:
             forward_seconds=bare.forward_seconds,
             backward_seconds=bare.backward_seconds,
             whole_seconds=0.0 if whole is None else whole.forward_seconds + whole.backward_seconds,
-            whole_bytes=None if whole is None else whole.kept_bytes + _bytes(call.hidden),
+            whole_bytes=None if whole is None else whole.kept_bytes,
             forward_peak_bytes=bare.forward_peak_bytes,
             backward_peak_bytes=bare.backward_peak_bytes,
             whole_peak_bytes=0 if whole is None else whole.backward_peak_bytes,
         )
 
-    def median(self, call: LayerCall, plan: LayerPlan) -> Pass:
-        """Runs a layer several times after a first that does not count; the slower it is, the fewer."""
-        begun = time.perf_counter()
-        passes = [self.run(call, plan)]
-        first = time.perf_counter() - begun
-        # On a device the first run compiles and allocates; a slow one is slow for its length, and counts.
-        if first < QUICK_SECONDS:
-            passes = [self.run(call, plan) for _ in range(REPETITIONS)]
-        last = passes[-1]
-        return Pass(
-            forward_seconds=statistics.median(one.forward_seconds for one in passes),
-            backward_seconds=statistics.median(one.backward_seconds for one in passes),
-            kept_bytes=last.kept_bytes,
-            forward_peak_bytes=last.forward_peak_bytes,
-            backward_peak_bytes=last.backward_peak_bytes,
-            group_bytes=last.group_bytes,
-            grads=last.grads,
-        )
+    def autocast_dtype(self) -> torch.dtype:
+        """Returns the format that products are computed in, as far as the run's context decides it."""
+        with self._context():
+            kind = self._device.type
+            return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
 
-    def run(self, call: LayerCall, plan: LayerPlan) -> Pass:
-        """Runs one layer forward and backward."""
+    def median(self, call: LayerCall, plan: LayerPlan) -> Pass:
+        """Runs a layer several times, the host not waiting in between, after a first run that does not count.
+
+        On a device that first run compiles and allocates. One that takes long is not repeated: it is slow for its
+        length, and counts.
+        """
+        begun = time.perf_counter()
+        first = self.run(call, plan)
+        if time.perf_counter() - begun > QUICK_SECONDS:
+            return first
+        clocks = [self._timed(call, plan) for _ in range(REPETITIONS)]
+        times = [clock.seconds() for clock in clocks]
+        forward, backward = (statistics.median(one) for one in zip(*times, strict=True))
+        return replace(first, forward_seconds=forward, backward_seconds=backward)
+
+    def _timed(self, call: LayerCall, plan: LayerPlan) -> _Clock:
+        """One pass without any wait, as in a step, where the host is ahead of the device if it can be."""
+        clock = _Clock(self._device)
+        output, wanted, _ = self._forward(call, plan)
+        clock.mark()
+        torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+        clock.mark()
+        return clock
+
+    def _forward(self, call: LayerCall, plan: LayerPlan) -> tuple[torch.Tensor, list[torch.Tensor], list[LayerRecord]]:
+        """Runs a layer forward; returns its output, what gradients are asked of, and the record, if there is one.
+
+        The layer gets a copy of the captured states that nothing else refers to, so what keeps it is seen to.
+        """
         layer = self._layers[call.index]
         trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         records: list[LayerRecord] = []
         self._checkpointing.install([plan] * len(self._layers), self._nothing)
         self._checkpointing.on_record = records.append
-        hidden = call.hidden.detach().requires_grad_()
-        upstream = torch.ones_like(hidden)
-        with CountedBytes(self._device, parameters=list(layer.parameters())) as counted:
-            start = self._mark()
+        leaf = call.hidden.detach().requires_grad_()
+        try:
             with self._context():
-                output = layer(hidden, *call.args, **call.kwargs)
-            output = output[0] if isinstance(output, tuple) else output
-            middle = self._mark()
+                output = layer(leaf.clone(), *call.args, **call.kwargs)
+        finally:
+            self._checkpointing.on_record = None
+        return output[0] if isinstance(output, tuple) else output, [leaf, *trained], records
+
+    def run(self, call: LayerCall, plan: LayerPlan) -> Pass:
+        """Runs one layer forward and backward and looks at its memory."""
+        layer = self._layers[call.index]
+        start = self._mark()
+        with CountedBytes(self._device, parameters=list(layer.parameters())) as counted:
+            output, wanted, records = self._forward(call, plan)
+        middle = self._mark()
         group_bytes = {group: record.num_bytes(group) for record in records for group in Group}
         kept = counted.kept(output, middle.allocated - start.allocated)
         del records
-        self._checkpointing.on_record = None
+        upstream = torch.ones_like(output)
         self._reset_peak()
-        grads = torch.autograd.grad(output, [hidden, *trained], upstream, allow_unused=True)
+        grads = torch.autograd.grad(output, wanted, upstream, allow_unused=True)
         end = self._mark()
         return Pass(
             forward_seconds=middle.seconds - start.seconds,
             backward_seconds=end.seconds - middle.seconds,
             kept_bytes=kept,
             forward_peak_bytes=max(0, middle.peak - start.allocated - kept),
-            backward_peak_bytes=max(0, end.peak - middle.allocated) + _bytes(upstream),
+            backward_peak_bytes=max(0, end.peak - middle.allocated),
             group_bytes=group_bytes,
             grads=tuple(grad for grad in grads if grad is not None),
         )
@@ -223,6 +245,32 @@ class LayerMeter:
     def _reset_peak(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class _Clock:
+    """Takes the time of parts of what a device does, from its making on; on a CPU that of the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Ends a part."""
+        if self._device.type != "cuda":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """Waits for the device and returns the parts' times."""
+        pairs = list(pairwise(self._marks))
+        if self._device.type != "cuda":
+            return [after - before for before, after in pairs]
+        torch.cuda.synchronize(self._device)
+        return [before.elapsed_time(after) / 1000 for before, after in pairs]
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from finetune.optimizations.activations.stored_outputs import StoredOutputs
 from finetune.optimizations.activations.types import Group, LayerPlan, Place
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.02}
-"""Norm of the difference over the norm: attention's backward on a GPU adds in no fixed order. A wrong tensor is of the
-order of 1."""
+"""Norm of the difference over the norm, by the format that is computed in: attention's backward on a GPU adds in no
+fixed order. A wrong tensor is of the order of 1."""
 
 
 def check_skipping(meter: LayerMeter, outputs: StoredOutputs, calls: Sequence[LayerCall]) -> frozenset[Group]:
@@ -25,14 +25,17 @@ def check_skipping(meter: LayerMeter, outputs: StoredOutputs, calls: Sequence[La
     """
     outputs.skips_last = False
     references = [meter.run(call, LayerPlan()).grads for call in calls]
-    allowed = [_allowed(meter, outputs, call, grads) for call, grads in zip(calls, references, strict=True)]
+    limit = max(
+        TOLERANCE.get(dtype, 0.02) for dtype in (meter.autocast_dtype(), *(call.hidden.dtype for call in calls))
+    )
+    allowed = [_allowed(meter, outputs, call, grads, limit) for call, grads in zip(calls, references, strict=True)]
     outputs.skips_last = all(skips_last for _, skips_last in allowed)
     groups = frozenset.intersection(*(groups for groups, _ in allowed)) if allowed else frozenset()
     return groups | {Group.INPUT}
 
 
 def _allowed(
-    meter: LayerMeter, outputs: StoredOutputs, call: LayerCall, grads: tuple[torch.Tensor, ...]
+    meter: LayerMeter, outputs: StoredOutputs, call: LayerCall, grads: tuple[torch.Tensor, ...], limit: float
 ) -> tuple[frozenset[Group], bool]:
     """Tries all groups at once with and without the last product, then no group."""
     for groups in (frozenset(Group), frozenset({Group.INPUT})):
@@ -42,18 +45,17 @@ def _allowed(
                 found = meter.run(call, LayerPlan(places=dict.fromkeys(groups, Place.DEVICE))).grads
             finally:
                 outputs.skips_last, outputs.fill = False, None
-            if _are_near(found, grads):
+            if _are_near(found, grads, limit):
                 return groups, skips_last
     return frozenset({Group.INPUT}), False
 
 
-def _are_near(found: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...]) -> bool:
+def _are_near(found: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...], limit: float) -> bool:
     if len(found) != len(grads):
         return False
-    return all(_is_near(one, other) for one, other in zip(found, grads, strict=True))
+    return all(_is_near(one, other, limit) for one, other in zip(found, grads, strict=True))
 
 
-def _is_near(found: torch.Tensor, grad: torch.Tensor) -> bool:
-    limit = TOLERANCE.get(grad.dtype, 0.02)
+def _is_near(found: torch.Tensor, grad: torch.Tensor, limit: float) -> bool:
     difference, norm = (found.double() - grad.double()).norm().item(), grad.double().norm().item()
     return difference <= limit * norm + 1e-12

@@ -62,6 +62,11 @@ class PackPlan:
         """Share of the slots that hold real tokens, 0 to 1."""
         return self.num_tokens / (len(self) * self.max_length) if len(self) else 0.0
 
+    def most_documents(self, num_rows: int) -> int:
+        """Documents of a batch of `num_rows` rows at most; a row's pad tail counts as one."""
+        documents = np.diff(self.row_starts) + (self.row_tokens < self.max_length)
+        return int(np.sort(documents)[-num_rows:].sum())
+
 
 def pack(lengths: NDArray[np.int64], *, max_length: int, seed: int) -> PackPlan:
     """Packs samples into rows of `max_length` tokens by best-fit decreasing.

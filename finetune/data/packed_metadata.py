@@ -30,8 +30,9 @@ class PackedMetadata:
     """The boundaries of one batch, and what attention backends derive from them.
 
     All three tensors are views of one buffer, so that one copy takes them to the device, and nothing has to be read
-    back: lengths and counts stay here as Python numbers. What a backend derives (a mask, a block schedule) is made at
-    its first use, serves all layers and their recompute, and goes with this object.
+    back: lengths and counts stay here as Python numbers. The views are made once, since each layer asks for them. What
+    a backend derives (a mask, a block schedule) is made at its first use, serves all layers and their recompute, and
+    goes with this object.
     """
 
     num_rows: int
@@ -53,17 +54,17 @@ class PackedMetadata:
         """Tokens of the longest document."""
         return max(self.lengths)
 
-    @property
+    @cached_property
     def position_ids(self) -> torch.Tensor:
         """int32 `[R, L]`: each slot's place in its document, from 0."""
         return self.buffer[: self.num_slots].view(self.num_rows, self.row_length)
 
-    @property
+    @cached_property
     def sequence_ids(self) -> torch.Tensor:
         """int32 `[R, L]`: the number of each slot's document in the batch."""
         return self.buffer[self.num_slots : 2 * self.num_slots].view(self.num_rows, self.row_length)
 
-    @property
+    @cached_property
     def cu_seqlens(self) -> torch.Tensor:
         """int32 `[D + 1]`: where each document begins in the flattened batch, and its end."""
         return self.buffer[2 * self.num_slots :]

@@ -45,7 +45,9 @@ def build_model(recipe: Recipe, prepared: Prepared, *, say: Callable[[str], None
     """
     begun = time.perf_counter()
     base = load_model(prepared.model, seed=recipe.training.seed, say=say)
-    checked = apply_attention(base, prepared.attention, dtype=prepared.model.dtype)
+    checked = apply_attention(
+        base, prepared.attention, dtype=prepared.model.dtype, most_documents=prepared.most_documents
+    )
     ending.checks.append(Check("attention equals the reference", checked.ok, checked.reason))
     if prepared.new_tokens is not None:
         add_rows(base, prepared.new_tokens)

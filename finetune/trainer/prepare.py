@@ -62,6 +62,12 @@ class Prepared:
     delivers: Literal["best", "last"]
     """Which weights are the result."""
 
+    @property
+    def most_documents(self) -> int:
+        """Documents of a batch at most, pad tails included, in training and in evaluation."""
+        parts = [rows for rows in (self.train_rows, self.eval_rows) if rows is not None]
+        return max(rows.plan.most_documents(self.steps.rows_per_micro_batch) for rows in parts)
+
     def plan_dict(self) -> dict[str, object]:
         """The plan as the report and `--json` show it."""
         train = self.train_rows.plan
@@ -180,7 +186,8 @@ def _choose_attention(recipe: Recipe, plan: ModelPlan) -> AttentionChoice:
         hardware=probe_hardware(plan.device),
         dtype=plan.dtype,
         packing=recipe.data.packing,
-        slots=recipe.data.max_length * recipe.training.rows_per_micro_batch,
+        row_length=recipe.data.max_length,
+        num_rows=recipe.training.rows_per_micro_batch,
     )
 
 

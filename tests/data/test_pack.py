@@ -85,3 +85,9 @@ def test_unpacked_keeps_the_order() -> None:
 def test_no_samples_make_no_rows() -> None:
     plan = pack(np.array([], dtype=np.int64), max_length=8, seed=0)
     assert (len(plan), plan.fill, plan.num_tokens) == (0, 0.0, 0)
+
+
+def test_the_most_documents_of_a_batch_count_pad_tails() -> None:
+    plan = pack(np.array([5, 5, 3, 3, 3, 9]), max_length=10, seed=0)
+    assert sorted(len(row.sample_indices) for row in plan) == [1, 2, 3]  # 9; 5 and 5; three of 3
+    assert [plan.most_documents(rows) for rows in (1, 2, 3, 8)] == [4, 6, 8, 8]

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from finetune.optimizations.attention import flash4, transformers_flash
+from finetune.optimizations.attention.chunks import most_slots
 from finetune.optimizations.attention.dense import attend_sdpa, attend_segments
 from finetune.optimizations.attention.flash4 import attend_flash4
 from finetune.optimizations.attention.flex import attend_flex
@@ -38,9 +39,24 @@ class Backend:
     """Its name in transformers' registry, where `flash`, `sdpa` and `flex_attention` inside a name have a meaning."""
     attend: Attend
     limits: Limits
+    counts_in_32_bits: bool = True
+    """Its kernels number the elements of a call in 32 bits; batches are cut for it, but not inside a document (`flex`:
+    a row)."""
+    many_documents: int | None = None
+    """Above so many documents in a batch it takes other kernels, which are compiled and can be wrong by themselves."""
 
-    def supported(self, hardware: Hardware, dtype: torch.dtype, layers: Sequence[AttentionLayer]) -> Support:
-        """Says whether the backend is right for these layers on this device, and if not, why."""
+    def supported(
+        self, hardware: Hardware, dtype: torch.dtype, layers: Sequence[AttentionLayer], *, row_length: int = 0
+    ) -> Support:
+        """Says whether the backend is right for these layers on this device, in rows of `row_length` slots, and if not,
+        why."""
+        numbers_a_slot = max((layer.num_heads * layer.head_dim for layer in layers), default=1)
+        if self.counts_in_32_bits and row_length > (limit := most_slots(numbers_a_slot)):
+            return Support(
+                False,
+                f"a row of {row_length} slots with {numbers_a_slot} numbers each passes the 2^31 that it can count; "
+                f"it takes data.max_length up to {limit}",
+            )
         return self.limits(hardware, dtype, layers)
 
 
@@ -146,7 +162,7 @@ _FLASH2, _FLASH3 = "flash_attention_2", "flash_attention_3"
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("flash4", "packed_fa4", attend_flash4, _flash4),
+        Backend("flash4", "packed_fa4", attend_flash4, _flash4, many_documents=flash4.MANY_DOCUMENTS),
         Backend(
             "flash3", "packed_fa3", attend_through_transformers(_FLASH3),
             partial(_through_transformers, implementation=_FLASH3, least=(9, 0), only_major=9),
@@ -157,7 +173,7 @@ BACKENDS: dict[str, Backend] = {
         ),
         Backend("varlen", "packed_varlen", attend_varlen, _varlen),
         Backend("flex", "packed_flex", attend_flex, _flex),
-        Backend("sdpa", "packed_dense", attend_sdpa, _anywhere),
-        Backend("segments", "packed_segments", attend_segments, _anywhere),
+        Backend("sdpa", "packed_dense", attend_sdpa, _anywhere, counts_in_32_bits=False),
+        Backend("segments", "packed_segments", attend_segments, _anywhere, counts_in_32_bits=False),
     )
 }  # fmt: skip

@@ -54,7 +54,8 @@ def choose_attention(
     hardware: Hardware,
     dtype: torch.dtype,
     packing: bool,
-    slots: int,
+    row_length: int,
+    num_rows: int,
 ) -> AttentionChoice:
     """Settles the attention before any weight is read.
 
@@ -63,7 +64,8 @@ def choose_attention(
         skeleton: the model on the meta device.
         stock: transformers' implementation that the model is loaded with.
         packing: rows hold several documents.
-        slots: of a micro-batch, R * L.
+        row_length: slots of a row at most, L.
+        num_rows: of a micro-batch, R.
 
     Raises:
         RecipeError: the architecture cannot have what is wanted, or cannot be packed.
@@ -82,10 +84,10 @@ def choose_attention(
             remedy="Set model.attention to auto or eager.",
         )
     if wanted == "auto":
-        return _automatic(layers, stock, hardware=hardware, dtype=dtype, slots=slots)
+        return _automatic(layers, stock, hardware=hardware, dtype=dtype, row_length=row_length, num_rows=num_rows)
     backend = BACKENDS[wanted]
-    if not (support := backend.supported(hardware, dtype, layers)).ok:
-        fallback = _automatic(layers, stock, hardware=hardware, dtype=dtype, slots=slots)
+    if not (support := backend.supported(hardware, dtype, layers, row_length=row_length)).ok:
+        fallback = _automatic(layers, stock, hardware=hardware, dtype=dtype, row_length=row_length, num_rows=num_rows)
         raise EnvironmentProblem(
             f"model.attention is {wanted}, which cannot be used here: {support.reason}",
             place="model.attention",
@@ -108,11 +110,17 @@ def preference(hardware: Hardware, dtype: torch.dtype, *, slots: int) -> tuple[B
 
 
 def _automatic(
-    layers: Sequence[AttentionLayer], stock: str, *, hardware: Hardware, dtype: torch.dtype, slots: int
+    layers: Sequence[AttentionLayer],
+    stock: str,
+    *,
+    hardware: Hardware,
+    dtype: torch.dtype,
+    row_length: int,
+    num_rows: int,
 ) -> AttentionChoice:
     passed: list[str] = []
-    for name in preference(hardware, dtype, slots=slots):
-        support = BACKENDS[name].supported(hardware, dtype, layers)
+    for name in preference(hardware, dtype, slots=num_rows * row_length):
+        support = BACKENDS[name].supported(hardware, dtype, layers, row_length=row_length)
         if support.ok:
             reason = f"the fastest that is right on {hardware.label}"
             return AttentionChoice(BACKENDS[name], stock, tuple(layers), reason, "; ".join(passed))

@@ -26,6 +26,11 @@ class Chunk:
     max_seqlen: int
 
 
+def most_slots(numbers_a_slot: int) -> int:
+    """Returns the longest document, in tokens, that 32-bit offsets number; `numbers_a_slot` is H * E."""
+    return _MAX_OFFSET // numbers_a_slot - _EXTRA_SLOTS_A_DOCUMENT
+
+
 def attend_in_chunks(
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Chunk], torch.Tensor],
     query: torch.Tensor,
@@ -67,7 +72,10 @@ def _cut(boundaries: Boundaries, limit: int) -> list[Chunk]:
     for length in boundaries.lengths:
         cost = length + _EXTRA_SLOTS_A_DOCUMENT
         if cost > limit:
-            raise ValueError(f"a document of {length} tokens is beyond the {limit} slots that the kernel can number")
+            raise ValueError(
+                f"a document of {length} tokens is beyond the {limit - _EXTRA_SLOTS_A_DOCUMENT} that the kernel can "
+                "number; lower data.max_length"
+            )
         if used + cost > limit:
             parts.append([])
             used = 0

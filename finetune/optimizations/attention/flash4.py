@@ -3,6 +3,9 @@
 Its own autograd function is opaque to both. For fp16 and bf16 on compute capability 9.0 and 10.x; the limits are in
 `backends.py`. Sinks are its own argument, in fp32, with their gradient.
 
+The operations are registered through `Library` and not `custom_op`: in short rows the host is slower than the device,
+and the checks that `custom_op` makes at every call cost more host time than all the rest of a call.
+
 Legend: T slots of the batch, H query heads, K key and value heads, E width of a head.
 """
 
@@ -11,18 +14,20 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import os
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import library
+from torch.library import Library, register_fake
 
 from finetune.data.cache import cache_folder
 from finetune.optimizations.attention.chunks import Chunk, attend_in_chunks
 from finetune.optimizations.attention.types import AttentionOptions, Boundaries
 from finetune.optimizations.support import Support
 
+MANY_DOCUMENTS = 256
+"""Above so many documents in a call it takes other kernels (`BIN_BATCH_SEARCH_THRESH` of its interface)."""
 DISTRIBUTION = "flash-attn-4"
 """Its name in the package index; the import name `flash_attn.cute` is shared with leftovers of flash-attn 2."""
 
@@ -65,30 +70,31 @@ def _kernel_folder() -> Path:
     return folder
 
 
+@cache
+def _capped(softcap: float) -> tuple[Any, Any]:
+    """The functions of a capped score and of its gradient. Given a number, the package makes new ones at every call and
+    looks its kernels up by a hash of their source."""
+    from flash_attn.cute import utils  # pyright: ignore[reportMissingImports] - an optional package
+
+    return utils.create_softcap_scoremod(softcap), utils.create_softcap_scoremod_bwd(softcap)
+
+
 def attend_flash4(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, boundaries: Boundaries, options: AttentionOptions
 ) -> torch.Tensor:
     """See `Attend`."""
-    return attend_in_chunks(partial(_attend, options=options), query, key, value, boundaries=boundaries)
-
-
-def _attend(
-    q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, part: Chunk, *, options: AttentionOptions
-) -> torch.Tensor:
     sinks = None if options.sinks is None else options.sinks.float()
-    out, _ = torch.ops.finetune.flash_attn_4_varlen(
-        q_THE, k_TKE, v_TKE, sinks, part.cu_seqlens, part.max_seqlen, options.scale, options.window, options.softcap
-    )
-    return out
+
+    def attend(q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, part: Chunk) -> torch.Tensor:
+        return _FORWARD(
+            q_THE, k_TKE, v_TKE, sinks, part.cu_seqlens, part.max_seqlen, options.scale, options.window, options.softcap
+        )[0]
+
+    return attend_in_chunks(attend, query, key, value, boundaries=boundaries)
 
 
 def _settings(
-    sinks_H: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    sinks_H: torch.Tensor | None, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, window: int | None
 ) -> dict[str, Any]:
     """The arguments that forward and backward share. A side without a limit is None: -1 would mask every key."""
     return {
@@ -101,12 +107,10 @@ def _settings(
         "window_size_left": None if window is None else window - 1,
         "window_size_right": None if window is None else 0,
         "learnable_sink": sinks_H,
-        "softcap": softcap or 0.0,
     }
 
 
-@library.custom_op("finetune::flash_attn_4_varlen", mutates_args=())
-def _forward_op(
+def _forward(
     q_THE: torch.Tensor,
     k_TKE: torch.Tensor,
     v_TKE: torch.Tensor,
@@ -118,19 +122,14 @@ def _forward_op(
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention and its log-sum-exp `[H, T]` (fp32, sinks included)."""
-    forward, _ = _kernels()
-    settings = _settings(sinks_H, cu_seqlens, max_seqlen, scale, window, softcap)
-    out, lse, *_ = forward(q_THE, k_TKE, v_TKE, return_lse=True, **settings)
+    settings = _settings(sinks_H, cu_seqlens, max_seqlen, scale, window)
+    if softcap is not None:
+        settings["score_mod"], _ = _capped(softcap)
+    out, lse, *_ = _kernels()[0](q_THE, k_TKE, v_TKE, return_lse=True, **settings)
     return out, lse
 
 
-@_forward_op.register_fake
-def _(q_THE, k_TKE, v_TKE, *rest):
-    return torch.empty_like(q_THE), q_THE.new_empty((q_THE.shape[1], q_THE.shape[0]), dtype=torch.float32)
-
-
-@library.custom_op("finetune::flash_attn_4_varlen_backward", mutates_args=())
-def _backward_op(
+def _backward(
     grad_THE: torch.Tensor,
     q_THE: torch.Tensor,
     k_TKE: torch.Tensor,
@@ -145,29 +144,65 @@ def _backward_op(
     softcap: float | None,
 ) -> list[torch.Tensor]:
     """Gradients of query, key and value, and of the sinks where there are some."""
-    _, backward = _kernels()
-    settings = _settings(sinks_H, cu_seqlens, max_seqlen, scale, window, softcap)
+    settings = _settings(sinks_H, cu_seqlens, max_seqlen, scale, window)
+    if softcap is not None:
+        settings["score_mod"], settings["score_mod_bwd"] = _capped(softcap)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return list(
-        backward(q_THE, k_TKE, v_TKE, out_THE, grad_THE.contiguous(), lse_HT, deterministic=deterministic, **settings)
-    )
+    grad = grad_THE.contiguous()
+    return list(_kernels()[1](q_THE, k_TKE, v_TKE, out_THE, grad, lse_HT, deterministic=deterministic, **settings))
 
 
-@_backward_op.register_fake
-def _(grad_THE, q_THE, k_TKE, v_TKE, sinks_H, *rest):
+class _Differentiable(torch.autograd.Function):
+    """The forward operation with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = _FORWARD(*inputs)
+        q, k, v, sinks, cu_seqlens, *ctx.numbers = inputs
+        ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grads[0] is None:
+            return (None,) * 9
+        dq, dk, dv, *dsinks = _BACKWARD(grads[0], *ctx.saved_tensors, *ctx.numbers)
+        return (dq, dk, dv, dsinks[0] if dsinks else None, None, None, None, None, None)
+
+
+def _fake_forward(q_THE: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q_THE), q_THE.new_empty((q_THE.shape[1], q_THE.shape[0]), dtype=torch.float32)
+
+
+def _fake_backward(
+    grad_THE: torch.Tensor,
+    q_THE: torch.Tensor,
+    k_TKE: torch.Tensor,
+    v_TKE: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    *_: Any,
+) -> list[torch.Tensor]:
     tensors = (q_THE, k_TKE, v_TKE) if sinks_H is None else (q_THE, k_TKE, v_TKE, sinks_H)
     return [torch.empty_like(tensor) for tensor in tensors]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, sinks, cu_seqlens, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output, cu_seqlens)
-
-
-def _backward(ctx: Any, grad_out: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    grads = torch.ops.finetune.flash_attn_4_varlen_backward(grad_out, *ctx.saved_tensors, *ctx.numbers)
-    dq, dk, dv, *dsinks = grads
-    return (dq, dk, dv, dsinks[0] if dsinks else None, None, None, None, None, None)
-
-
-_forward_op.register_autograd(_backward, setup_context=_save)
+_NAME = "flash_attn_4_varlen"
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
+_NUMBERS = "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt? window, float? softcap"
+_LIBRARY = Library("finetune", "FRAGMENT")
+_LIBRARY.define(f"{_NAME}({_INPUTS}, {_NUMBERS}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define(
+    f"{_NAME}_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, {_NUMBERS}) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.impl(_NAME, _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl(_NAME, _Differentiable.apply, "Autograd")
+_LIBRARY.impl(f"{_NAME}_backward", _backward, "CompositeExplicitAutograd")
+register_fake(f"finetune::{_NAME}", _fake_forward, lib=_LIBRARY)
+register_fake(f"finetune::{_NAME}_backward", _fake_backward, lib=_LIBRARY)
+# An overload by itself: the packet of all overloads is looked through at every call.
+_FORWARD: Any = torch.ops.finetune.flash_attn_4_varlen.default
+_BACKWARD: Any = torch.ops.finetune.flash_attn_4_varlen_backward.default

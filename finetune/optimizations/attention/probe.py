@@ -6,6 +6,7 @@ queries, with a window, or on a card. It costs milliseconds where nothing has to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,8 @@ from finetune.optimizations.attention.types import Attend, AttentionLayer, Atten
 DOCUMENTS = (37, 130, 1, 75)
 """Tokens of the documents: none a multiple of 64, one of a single token, one longer than a tile."""
 ROW_LENGTH = 256
+MOST_DOCUMENTS = 320
+"""Documents of the check where a batch may have many: next to all of them of one token."""
 MARGIN = 2.0
 """How many times plain torch's own error in the same format a backend's may be."""
 WINDOW = 40
@@ -45,12 +48,19 @@ class ProbeResult:
         ]
 
 
-def probe_backend(backend: Backend, layer: AttentionLayer, *, dtype: torch.dtype, device: torch.device) -> ProbeResult:
+def probe_backend(
+    backend: Backend,
+    layer: AttentionLayer,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    documents: Sequence[int] = DOCUMENTS,
+) -> ProbeResult:
     """Compares output and gradients with the reference in fp32; plain torch in `dtype` says what rounding costs."""
-    metadata = build_packed_metadata([DOCUMENTS], row_length=ROW_LENGTH).to(device)
+    metadata = build_packed_metadata([documents], row_length=-(-sum(documents) // ROW_LENGTH) * ROW_LENGTH).to(device)
     if layer.window is not None:
         layer = replace(layer, window=min(layer.window, WINDOW))
-    tensors = _tensors(layer, device)
+    tensors = _tensors(layer, metadata.row_length, device)
     truth = _run(attention_reference, tensors, metadata, layer, torch.float32)
     plain = _run(attention_reference, tensors, metadata, layer, dtype)
     own = _run(backend.attend, tensors, metadata, layer, dtype)
@@ -60,13 +70,22 @@ def probe_backend(backend: Backend, layer: AttentionLayer, *, dtype: torch.dtype
     return ProbeResult(layer, errors, allowed)
 
 
-def _tensors(layer: AttentionLayer, device: torch.device) -> dict[str, torch.Tensor]:
+def probed_documents(backend: Backend, *, most_documents: int) -> list[tuple[int, ...]]:
+    """Returns the documents of each check: where a batch can have so many that the backend takes other kernels, those
+    are checked too, and compiled here and not in the middle of the run."""
+    if backend.many_documents is None or most_documents <= backend.many_documents:
+        return [DOCUMENTS]
+    assert backend.many_documents < MOST_DOCUMENTS
+    return [DOCUMENTS, (*DOCUMENTS, *[1] * (MOST_DOCUMENTS - len(DOCUMENTS)))]
+
+
+def _tensors(layer: AttentionLayer, row_length: int, device: torch.device) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {
-        "query": (1, ROW_LENGTH, layer.num_heads, layer.head_dim),
-        "key": (1, ROW_LENGTH, layer.num_key_value_heads, layer.head_dim),
-        "value": (1, ROW_LENGTH, layer.num_key_value_heads, layer.head_dim),
-        "grad": (1, ROW_LENGTH, layer.num_heads, layer.head_dim),
+        "query": (1, row_length, layer.num_heads, layer.head_dim),
+        "key": (1, row_length, layer.num_key_value_heads, layer.head_dim),
+        "value": (1, row_length, layer.num_key_value_heads, layer.head_dim),
+        "grad": (1, row_length, layer.num_heads, layer.head_dim),
     }
     if layer.has_sinks:
         shapes["sinks"] = (layer.num_heads,)

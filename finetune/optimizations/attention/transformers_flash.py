@@ -9,6 +9,7 @@ import torch
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from finetune.optimizations.attention.chunks import Chunk, attend_in_chunks
 from finetune.optimizations.attention.types import Attend, AttentionOptions, Boundaries
 from finetune.optimizations.support import Support
 
@@ -36,15 +37,16 @@ def attend_through_transformers(implementation: str) -> Attend:
         boundaries: Boundaries,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        q, k, v = (tensor.flatten(0, 1)[None] for tensor in (query, key, value))
-        offsets: Any = boundaries.cu_seqlens
-        out = _flash_attention_forward(
-            q, k, v, None,
-            query_length=q.shape[1], is_causal=True, softmax_scale=options.scale, sliding_window=options.window,
-            cu_seq_lens_q=offsets, cu_seq_lens_k=offsets,
-            max_length_q=boundaries.max_seqlen, max_length_k=boundaries.max_seqlen,
-            softcap=options.softcap, attn_implementation=implementation,
-        )  # fmt: skip
-        return out.view(query.shape)
+        def attend_chunk(q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, part: Chunk) -> torch.Tensor:
+            offsets: Any = part.cu_seqlens
+            return _flash_attention_forward(
+                q_THE[None], k_TKE[None], v_TKE[None], None,
+                query_length=len(q_THE), is_causal=True, softmax_scale=options.scale, sliding_window=options.window,
+                cu_seq_lens_q=offsets, cu_seq_lens_k=offsets,
+                max_length_q=part.max_seqlen, max_length_k=part.max_seqlen,
+                softcap=options.softcap, attn_implementation=implementation,
+            )[0]  # fmt: skip
+
+        return attend_in_chunks(attend_chunk, query, key, value, boundaries=boundaries)
 
     return attend

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.packed_metadata import build_packed_metadata
+from finetune.optimizations.attention import chunks as chunks_module
+from finetune.optimizations.attention import flex, transformers_flash
 from finetune.optimizations.attention.backends import BACKENDS
 from finetune.optimizations.attention.chunks import chunks
 from finetune.optimizations.attention.probe import probe_backend
@@ -137,6 +142,73 @@ def test_a_batch_is_cut_where_offsets_would_overflow() -> None:
     assert len(chunks(metadata, numbers_a_slot=4096)) == 1
     with pytest.raises(ValueError, match="a document of 500 tokens"):
         chunks(metadata, numbers_a_slot=(2**31 - 1) // 600)
+
+
+ROWS = ((5, 6), (9,), (1, 2, 7), (11,), (4, 4))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("rows_at_once", [1, 2, 5])
+def test_flex_takes_rows_in_groups_that_32_bits_number(
+    rows_at_once: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its kernel uncompiled, which the CPU has; the groups and their schedules are the same."""
+    calls: list[int] = []
+
+    def plain(q: torch.Tensor, *args: Any, **more: Any) -> Any:
+        calls.append(len(q))
+        return torch.nn.attention.flex_attention.flex_attention(q, *args, **more)
+
+    monkeypatch.setattr(flex, "_compiled", lambda: plain)
+    monkeypatch.setattr(flex, "create_block_mask", partial(uncompiled, flex.create_block_mask))
+    monkeypatch.setattr(flex, "most_slots", lambda numbers_a_slot: rows_at_once * 16 + 3)
+    metadata = build_packed_metadata(ROWS, row_length=16)
+    q, k, v = (torch.randn(5, 16, heads, 16) for heads in (4, 2, 2))
+    options = AttentionOptions(0.3, window, None, torch.randn(4))
+    for _ in range(2):  # the second layer finds the schedules of the first
+        found = BACKENDS["flex"].attend(q, k, v, boundaries=metadata, options=options)
+        true = attention_reference(q, k, v, boundaries=metadata, options=options)
+        assert torch.allclose(found, true, atol=1e-5)
+    num_calls = -(-5 // rows_at_once)
+    assert len(calls) == 2 * num_calls and max(calls) == rows_at_once
+    assert metadata.num_derived == num_calls
+
+
+def uncompiled(make: Any, *args: Any, _compile: bool, **more: Any) -> Any:
+    return make(*args, _compile=False, **more)
+
+
+def test_flex_refuses_a_row_that_32_bits_do_not_number() -> None:
+    assert flex.rows_a_call(row_length=2**20 - 128, numbers_a_slot=2**10) == 2
+    assert flex.rows_a_call(row_length=2**21 - 129, numbers_a_slot=2**10) == 1
+    with pytest.raises(ValueError, match=r"a row of 2097152 slots is beyond the 2097023 .* lower data\.max_length"):
+        flex.rows_a_call(row_length=2**21, numbers_a_slot=2**10)
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3"])
+def test_flash_of_transformers_is_called_in_parts_that_32_bits_number(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def stand_in(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, *, query_length: int, **more: Any):
+        assert q.shape[:2] == (1, query_length) and more["max_length_q"] <= query_length
+        calls.append(query_length)
+        metadata = build_packed_metadata([more["cu_seq_lens_q"].diff().tolist()], row_length=query_length)
+        options = AttentionOptions(more["softmax_scale"], more["sliding_window"], more["softcap"])
+        return attention_reference(q, k, v, boundaries=metadata, options=options)
+
+    monkeypatch.setattr(transformers_flash, "_flash_attention_forward", stand_in)
+    metadata = build_packed_metadata(ROWS, row_length=16)
+    q, k, v = (torch.randn(5, 16, heads, 16) for heads in (4, 2, 2))
+    options = AttentionOptions(0.3, 4)
+    true = attention_reference(q, k, v, boundaries=metadata, options=options)
+    for limit, num_calls in ((2**31 - 1, 1), (4 * 16 * (128 * 4 + 40), 3)):
+        monkeypatch.setattr(chunks_module, "_MAX_OFFSET", limit)
+        calls.clear()
+        assert torch.allclose(BACKENDS[name].attend(q, k, v, boundaries=metadata, options=options), true, atol=1e-6)
+        assert sum(calls) == 5 * 16 and len(calls) >= num_calls
+        assert (len(calls) > 1) == (num_calls > 1)
 
 
 H200 = Hardware("cuda", (9, 0), "H200")

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from finetune.errors import EnvironmentProblem, RecipeError
 from finetune.optimizations.apply import plan_metadata_cache
 from finetune.optimizations.attention import flash4
+from finetune.optimizations.attention.backends import BACKENDS
 from finetune.optimizations.attention.choose import AttentionChoice, choose_attention
 from finetune.optimizations.attention.layers import attention_layers, packs_exactly
 from finetune.optimizations.attention.types import AttentionLayer
@@ -39,7 +40,8 @@ def choose(kind: str, wanted: str, hardware: Hardware, *, packing: bool = True, 
         hardware=hardware,
         dtype=dtype,
         packing=packing,
-        slots=more.get("slots", 16_384),
+        row_length=more.get("row_length", 16_384),
+        num_rows=more.get("num_rows", 1),
     )
 
 
@@ -74,7 +76,7 @@ def test_auto_takes_the_fastest_that_is_right(
 
 
 def test_short_rows_take_torchs_own_kernel(has_flash4: bool) -> None:
-    choice = choose("qwen3", "auto", H200, slots=4096)
+    choice = choose("qwen3", "auto", H200, row_length=4096)
     assert (choice.name, choice.faster) == ("varlen", "")
 
 
@@ -159,3 +161,30 @@ def test_attention_of_other_kinds_stays_with_transformers(setting: str, value: o
     assert choice.backend is None and reason in choice.reason
     with pytest.raises(RecipeError, match=reason):
         choose("qwen3", "segments", CPU, model=model)
+
+
+TOO_LONG = 2**31 // (4 * 64)
+"""Slots of a row of the test's models, 4 heads of 64, that 32 bits cannot number."""
+
+
+@pytest.mark.parametrize("name", ["flash4", "varlen", "flex"])
+def test_a_row_that_32_bits_cannot_number_is_refused_before_the_run(has_flash4: bool, name: str) -> None:
+    if name == "flash4" and not has_flash4:
+        pytest.skip("refused for another reason")
+    with pytest.raises(EnvironmentProblem, match=f"a row of {TOO_LONG} slots with 256 numbers each") as caught:
+        choose("qwen3", name, H200, row_length=TOO_LONG)
+    assert f"data.max_length up to {TOO_LONG - 129}" in caught.value.message
+    assert "takes segments here" in caught.value.remedy
+    assert choose("qwen3", "auto", H200, row_length=TOO_LONG).name == "segments"
+    assert choose("qwen3", name, H200, row_length=TOO_LONG - 129, num_rows=4).name == name
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3"])
+def test_flash_of_transformers_counts_in_32_bits_too(name: str) -> None:
+    support = BACKENDS[name].supported(H200, torch.bfloat16, [AttentionLayer(4, 2, 64)], row_length=TOO_LONG)
+    assert "passes the 2^31 that it can count" in support.reason
+
+
+@pytest.mark.parametrize("name", ["sdpa", "segments"])
+def test_dense_attention_counts_further(name: str) -> None:
+    assert choose("qwen3", name, H200, row_length=TOO_LONG).name == name

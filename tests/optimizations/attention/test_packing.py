@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from host_waits import NoHostWait
 from tiny import make_config
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from finetune.data.packed_metadata import PackedMetadata, build_packed_metadata
@@ -102,16 +102,6 @@ def test_builds_are_one_a_batch_or_one_a_layer_and_pass(kind: str) -> None:
         assert feed.num_builds == expected
         windows = 2 if kind in ("gpt_oss", "qwen3_window") else 1
         assert metadata.num_derived == (windows if is_cached else 0)
-
-
-class NoHostWait(TorchDispatchMode):
-    """Fails on operations that read from the device."""
-
-    WAITS = ("_local_scalar_dense", "nonzero", "_unique2", "masked_select", "bincount", "equal.default")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        assert not any(word in str(func) for word in self.WAITS), f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 A run that is killed while a checkpoint is written, or while an old one is removed, leaves a folder without a marker or
 with files that do not match it. Such a folder is never resumed from. Sizes are compared wherever checkpoints are
-listed, checksums once, before a run goes on. They are CRC-32: they are to tell damage, not forgery, and 5 GiB a second
-(measured on one core) cost little beside the writing.
+listed, checksums once, before a run goes on. They are CRC-32: they are to tell damage, not forgery, and 4 GiB a second
+(measured on one core, from memory) cost little beside the writing.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import yaml
 
 from finetune.errors import RecipeError
 from finetune.recipe.load import values_hash
+from finetune.recipe.paths import absolute
 from finetune.run.disk import nearest_existing_folder
 from finetune.run.folder import ENDED_WELL, RunFolder, occupied, read_manifest, unwritable
 from finetune.run.lock import require_unlocked
@@ -57,7 +58,7 @@ def folder_to_continue(recipe_path: str | Path, overrides: Sequence[str]) -> Pat
     A run is continued where it lies: a folder that was moved or copied still has the old place in its recipe, which is
     relative to the folder that the first command was given in.
     """
-    path = Path(recipe_path).expanduser().absolute()
+    path = Path(absolute(os.fspath(recipe_path), Path.cwd()))
     run = RunFolder(path.parent)
     is_own = path.name == run.recipe_path.name and run.manifest_path.is_file()
     return None if not is_own or any(map(_sets_output_dir, overrides)) else run.path

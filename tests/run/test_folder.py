@@ -150,6 +150,7 @@ def test_the_recipe_of_a_run_stands_for_its_folder(run: RunFolder, monkeypatch: 
         assert folder_to_continue(own, [override]) is None
     monkeypatch.chdir(run.path)
     assert folder_to_continue("recipe.yaml", []) == run.path
+    assert folder_to_continue("../run/recipe.yaml", []) == run.path
     assert folder_to_continue(run.path.parent / "recipe.yaml", []) is None
     assert folder_to_continue(run.path / "environment.json", []) is None
 

@@ -25,6 +25,7 @@ from finetune.recipe.load import load_recipe
 from finetune.recipe.paths import is_hub_dataset
 from finetune.recipe.schema import Recipe
 from finetune.run.disk import is_disk_full
+from finetune.run.output_folder import folder_to_continue
 
 FAULT_EXIT_CODE = 1
 """Exit code of a fault of the program itself; no class of `errors.py` has it."""
@@ -103,6 +104,8 @@ def train(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does, with its report
     console = Console(is_json=is_json, is_plain=plain)
     loaded = _load(recipe, overrides)
+    if resume:
+        loaded = _in_its_folder(loaded, recipe, overrides, console)
     require_trackers(loaded.output.trackers)
     try:
         try:
@@ -174,6 +177,17 @@ def _load(recipe: str, overrides: list[str] | None) -> Recipe:
     loaded = load_recipe(recipe, overrides=overrides or [])
     prepare_process(needs_hub=_needs_hub(loaded))
     return loaded
+
+
+def _in_its_folder(recipe: Recipe, path: str, overrides: list[str] | None, console: Console) -> Recipe:
+    """Lets a run be continued where it lies: the `recipe.yaml` of a run folder stands for that folder."""
+    folder = folder_to_continue(path, overrides or [])
+    if folder is None:
+        return recipe
+    written = Path(recipe.output.dir)
+    if written.resolve() != folder.resolve():
+        console.note(f"the run in {folder} is continued, in which the recipe lies; its output.dir says {written}")
+    return recipe.model_copy(update={"output": recipe.output.model_copy(update={"dir": str(folder)})})
 
 
 def _needs_hub(recipe: Recipe) -> bool:

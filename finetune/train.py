@@ -13,7 +13,8 @@ from finetune.data.sources import with_commits
 from finetune.recipe.load import dump_recipe, recipe_hash
 from finetune.recipe.schema import Recipe
 from finetune.run.environment import collect_environment
-from finetune.run.folder import RunFolder, check_output_folder, create_run_folder, open_run_folder
+from finetune.run.folder import RunFolder, create_run_folder, open_run_folder
+from finetune.run.output_folder import check_output_folder
 from finetune.trainer.activations import plan_activations
 from finetune.trainer.build import build_model, build_trainer
 from finetune.trainer.checks import check_weights_are_finite
@@ -25,6 +26,7 @@ from finetune.trainer.summary import closing_report, folder_in_place, note_repor
 from finetune.trainer.watch import watch
 
 MAY_DIFFER_ON_RESUME = (
+    "output.dir",  # a folder that was moved, copied or is spelled otherwise holds the same run
     "output.save_every_steps",
     "output.keep_checkpoints",
     "output.log_every_steps",
@@ -94,7 +96,7 @@ def _train_into(
 ) -> Ending:
     """Trains into the run's folder and returns how it ended; whatever happens here, the run's report says so."""
     with run.lock(), folder_in_place(run), closing_report(run, recipe, prepared, started=started) as ending:
-        checkpoint = run.latest_checkpoint() if resume else None
+        checkpoint = run.settle_checkpoints().latest if resume else None
         model = build_model(recipe, prepared, say=console.warning, ending=ending)
         with watch(run, recipe, checkpoint, console=console) as watchers:
             trainer = build_trainer(recipe, prepared, model=model, run=run, callbacks=watchers.callbacks)
@@ -114,10 +116,11 @@ def _train_into(
                 ending.note_training(trainer.meter, first_step_at=watchers.first_step.finished_at)
             watchers.raise_if_interrupted(trainer)
             ending.stopped_early = watchers.early_stop(trainer)
-            # The result is saved once it is known to be sound, and before a score could fail.
-            ending.checks.append(check_weights_are_finite(trainer.trained))
-            ending.result = results.finish(evaluator.last_loss())
-            ending.after = evaluator.measure_result(ending)
+            with watchers.finishing():
+                # The result is saved once it is known to be sound, and before a score could fail.
+                ending.checks.append(check_weights_are_finite(trainer.trained))
+                ending.result = results.finish(evaluator.last_loss())
+                ending.after = evaluator.measure_result(ending)
             ending.timings["evaluation_seconds"] = evaluator.seconds
     return ending
 

@@ -4,6 +4,7 @@ and nothing else of the model has changed."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,29 @@ def test_the_data_has_the_new_tokens(parts: Path, tmp_path: Path) -> None:
     ids = {int(token) for row in range(len(prepared.train_rows)) for token in prepared.train_rows[row]["input_ids"]}
     assert {259, 260} <= ids
     assert prepared.plan_dict()["new_token_ids"] == [259, 260, 261]
+    uses = prepared.plan_dict()["new_token_uses"]
+    all_ids = [int(token) for sample in prepared.dataset.train for token in sample.input_ids]
+    assert uses == {"say": all_ids.count(259), "cat": all_ids.count(260), "<|tool|>": 0}
     assert prepared.plan_dict()["vocabulary_rows"] == 262 == vocabulary_rows(trainer.trained)  # pyright: ignore
+
+
+def test_a_new_token_that_never_occurs_is_warned_of(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing told a token that was spelled otherwise in the data; and one token had `ids 259 to 259`."""
+    model = {"new_tokens": ["say"], "new_special_tokens": []}
+    recipe = make_recipe(parts / TIED, parts / "train.jsonl", tmp_path / "run", data={"max_length": 128}, model=model)
+    recipe["model"]["path"] = str(parts / TIED)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    assert main(["train", str(path), "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    (line,) = [line for line in shown.out.splitlines() if line.startswith("tokens ")]
+    assert "1 new (id 259)" in line and re.search(r"in the training data: 'say' [1-9]\d* x$", line)
+    assert "never occurs" not in shown.err
+    assert main(["train", str(path), "--dry-run", "model.new_tokens=[sya]"]) == 0
+    shown = capsys.readouterr()
+    assert "'sya' 0 x" in shown.out and "'sya': a new token that never occurs" in " ".join(shown.err.split())
 
 
 @pytest.mark.parametrize("kind", [TIED, UNTIED])

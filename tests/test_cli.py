@@ -14,9 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import typer
 
 import finetune
-from finetune.cli import _known_error, main
+from finetune.cli import _known_error, app, main
 from finetune.console import Console
 from finetune.errors import DataError, EnvironmentProblem, FinetuneError, GateStopped, Interrupted
 from finetune.recipe.schema import Recipe
@@ -382,3 +383,11 @@ def test_text_that_the_terminal_cannot_show_is_escaped(recipe_file: Path) -> Non
     result = run_fresh("-m", "finetune", "train", "r.yaml", cwd=recipe_file.parent, PYTHONIOENCODING="ascii")
     assert result.returncode == 2
     assert 'found "\\xfc"' in result.stderr
+
+
+def test_every_command_is_in_the_table_of_the_docs() -> None:
+    """`selftest` was missing."""
+    text = (Path(finetune.__file__).parents[1] / "docs" / "commands.md").read_text(encoding="utf-8")
+    commands = set(typer.main.get_command(app).commands)
+    assert {"train", "selftest", "recipes"} <= commands
+    assert [name for name in commands if f"\n| [`{name}`](#finetune-{name}) |" not in text] == []

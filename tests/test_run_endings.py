@@ -237,7 +237,7 @@ def test_a_continued_run_tells_the_time_of_all_its_steps(
     meter.write_text(text)
     marker = meter.with_name("complete.json")
     sizes = json.loads(marker.read_text())
-    sizes["files"]["meter.json"] = len(text)
+    sizes["files"]["meter.json"], sizes["checksums"] = len(text), {}  # as before checksums were kept
     marker.write_text(json.dumps(sizes))
     capsys.readouterr()
     assert main([*command, "--resume"]) == 0

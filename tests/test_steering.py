@@ -71,16 +71,19 @@ def test_a_full_run_delivers_its_best_model(parts: Path, tmp_path: Path, kind: s
     assert not info["missing_keys"]
 
 
-def test_a_run_that_gets_no_better_ends_early(parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evaluation = {"every_steps": 1, "early_stopping": {"patience": 2}}
+@pytest.mark.parametrize(("patience", "said"), [(1, "in 1 evaluation"), (2, "in 2 evaluations")])
+def test_a_run_that_gets_no_better_ends_early(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], patience: int, said: str
+) -> None:
+    evaluation = {"every_steps": 1, "early_stopping": {"patience": patience}}
     recipe = write_uphill(parts, tmp_path, evaluation=evaluation)
     assert main(["train", str(recipe), "--json"]) == 0
     outcome = json.loads(capsys.readouterr().out)
     run = tmp_path / "run"
     result, losses = read(run / "result.json"), eval_losses(run)
     assert outcome["status"] == read(run / "run.json")["status"] == "early-stopped"
-    assert f"after step {max(losses)} of 12" in outcome["message"]
-    assert max(losses) == result["last"]["step"] == result["best"]["step"] + 2 < 12
+    assert f"after step {max(losses)} of 12" in outcome["message"] and outcome["message"].endswith(said)
+    assert max(losses) == result["last"]["step"] == result["best"]["step"] + patience < 12
     assert result["delivered"] == "best"
     assert (run / "checkpoints" / f"checkpoint-{max(losses)}" / "complete.json").is_file()
     assert main(["train", str(recipe), "--resume"]) == ExitCode.RECIPE

@@ -109,7 +109,7 @@ LengthOption = Annotated[
     int | None, typer.Option("--max-length", metavar="TOKENS", min=8, help="Of a row [default: from the data]")
 ]
 FractionOption = Annotated[
-    float | None, typer.Option("--eval-fraction", metavar="SHARE", help="Held out [default: from the data]")
+    float | None, typer.Option("--eval-fraction", metavar="SHARE", help="Held out, 0: nothing [default: from the data]")
 ]
 
 
@@ -164,10 +164,10 @@ def _columns(pairs: list[str]) -> dict[str, str]:
 
 
 def _fraction(value: float | None) -> float | None:
-    if value is not None and not 0 < value < 1:
-        remedy = "Give a share such as 0.1."
+    if value is not None and not 0 <= value < 1:
+        remedy = "Give a share such as 0.1; 0 holds nothing out."
         raise RecipeError(
-            f"the share must lie between 0 and 1, found {value:g}", place="--eval-fraction", remedy=remedy
+            f"the share must be at least 0 and below 1, found {value:g}", place="--eval-fraction", remedy=remedy
         )
     return value
 

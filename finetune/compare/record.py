@@ -98,8 +98,6 @@ def read_run(path: Path) -> RunRecord:
         raise _damaged(run.manifest_path, "the run has no manifest: it was stopped while its folder was made")
     try:
         manifest = run.manifest()
-    except RecipeError as error:
-        raise _damaged(run.manifest_path, error.message) from error
     except OSError as error:
         raise _unreadable(run.manifest_path, error) from error
     metrics = []

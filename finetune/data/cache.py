@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -152,16 +153,36 @@ def _stat(path: str) -> tuple[int, int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def explain_miss(key: CacheKey) -> str:
-    """Names the parts of the key that differ from the entry that differs least, of those compared."""
+def explain_miss(key: CacheKey, files: Sequence[str]) -> str:
+    """Names the parts of the key that differ from the entry that differs least, of those compared; of data that no
+    entry has, by name or content, only that.
+
+    Args:
+        files: the data files, which the key does not name.
+    """
     best: list[str] | None = None
-    for entry in islice(cache_folder().glob("*/key.json"), _COMPARED_ENTRIES):
+    entries = list(islice(cache_folder().glob("*/key.json"), _COMPARED_ENTRIES))
+    is_new = bool(key.parts.get("files")) and len(entries) < _COMPARED_ENTRIES
+    for entry in entries:
         parts = _parts_of(entry)
+        if set(parts.get("files") or ()) & set(key.parts.get("files") or ()) or _names_of(entry) & set(files):
+            is_new = False
         names = sorted(parts.keys() | key.parts.keys())
         changed = [name for name in names if parts.get(name) != key.parts.get(name)]
         if best is None or len(changed) < len(best):
             best = changed
-    return "the cache is empty" if best is None else f"changed: {', '.join(best)}"
+    if best is None:
+        return "the cache is empty"
+    return "the data are new to it" if is_new else f"changed: {', '.join(best)}"
+
+
+def _names_of(entry: Path) -> set[str]:
+    """Returns the names of the files that an entry was made of; none where it is damaged or was just removed."""
+    try:
+        names = json.loads(entry.with_name("files.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return set()
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
 
 def _parts_of(entry: Path) -> dict[str, Any]:

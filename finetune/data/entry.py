@@ -59,7 +59,7 @@ def open_entry(key: CacheKey, *, files: Sequence[str], sources: Sequence[str], s
     """
     folder = entry_folder(key)
     if not folder.is_dir():
-        say(f"Token cache: miss ({explain_miss(key)})")
+        say(f"Token cache: miss ({explain_miss(key, files)})")
         return None
     try:
         _verify(folder)

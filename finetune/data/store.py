@@ -121,6 +121,17 @@ class SampleStore:
         is_next = self.records[1:] != self.records[:-1]
         return np.concatenate([np.zeros(min(1, len(self)), dtype=np.int64), np.cumsum(is_next, dtype=np.int64)])
 
+    def count_ids(self, ids: Sequence[int]) -> list[int]:
+        """Returns how often each token id occurs in the samples; reads their tokens, once."""
+        counts = np.zeros(len(ids), dtype=np.int64)
+        lowest = min(ids, default=0)
+        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+            tokens = self.input_ids[start : start + length]
+            tokens = tokens[tokens >= lowest]  # new tokens have the highest ids, so next to nothing is left
+            if len(tokens):
+                counts += [int((tokens == each).sum()) for each in ids]
+        return counts.tolist()
+
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> SampleStore:
         """Returns a store of these samples, in this order; no token is copied or read."""
         chosen = np.asarray(indices, dtype=np.int64)

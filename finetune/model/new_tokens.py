@@ -36,7 +36,8 @@ class NewTokens:
             if self.rows_after == self.rows_before
             else f"for which the embedding grows from {self.rows_before:,} to {self.rows_after:,} rows"
         )
-        return f"{len(self.ids)} new (ids {self.ids[0]} to {self.ids[-1]}), {where}"
+        ids = f"id {self.ids[0]}" if len(self.ids) == 1 else f"ids {self.ids[0]} to {self.ids[-1]}"
+        return f"{len(self.ids)} new ({ids}), {where}"
 
 
 def plan_new_tokens(

@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,7 +52,12 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def recipe_hash(recipe: Recipe) -> str:
     """Returns the SHA-256 of a recipe's values as canonical JSON: equal recipes, equal hashes."""
-    text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return values_hash(recipe.model_dump(mode="json"))
+
+
+def values_hash(values: Mapping[str, object]) -> str:
+    """Returns the same of the values that `dump_recipe` wrote, as YAML reads them."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

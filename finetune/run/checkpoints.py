@@ -1,7 +1,9 @@
-"""Which checkpoints can be trusted: a marker, written last, lists the size of every file.
+"""Which checkpoints can be trusted: a marker, written last, lists size and checksum of every file.
 
 A run that is killed while a checkpoint is written, or while an old one is removed, leaves a folder without a marker or
-with files that do not match it. Such a folder is never resumed from.
+with files that do not match it. Such a folder is never resumed from. Sizes are compared wherever checkpoints are
+listed, checksums once, before a run goes on. They are CRC-32: they are to tell damage, not forgery, and 4 GiB a second
+(measured on one core, from memory) cost little beside the writing.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +21,10 @@ from finetune.run.atomic import sync_file, sync_folder, write_json
 MARKER = "complete.json"
 """Name of the marker inside a checkpoint folder."""
 MARKER_VERSION = 1
+_BLOCK_BYTES = 16 << 20
+_WHOLE_BYTES = 1 << 30
+"""Of larger files the checksum covers as many bytes: blocks from the first to the last, evenly spread. What makes a
+file readable stands at its beginning (safetensors) or end (torch)."""
 
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -51,17 +58,19 @@ def checkpoint_step(path: Path) -> int | None:
 def mark_complete(checkpoint_dir: Path) -> None:
     """Flushes every file of the checkpoint to the disk and then writes its marker."""
     sizes: dict[str, int] = {}
+    checksums: dict[str, str] = {}
     folders = [checkpoint_dir]
     for path in sorted(checkpoint_dir.rglob("*")):
         if path.is_dir():
             folders.append(path)
         elif path.is_file() and path != checkpoint_dir / MARKER:
             sync_file(path)
-            sizes[path.relative_to(checkpoint_dir).as_posix()] = path.stat().st_size
+            name = path.relative_to(checkpoint_dir).as_posix()
+            sizes[name], checksums[name] = path.stat().st_size, _checksum(path)
     for folder in folders:
         sync_folder(folder)
     marker = {"marker_version": MARKER_VERSION, "step": checkpoint_step(checkpoint_dir), "files": sizes}
-    write_json(checkpoint_dir / MARKER, marker)
+    write_json(checkpoint_dir / MARKER, marker | {"checksums": checksums})
     sync_folder(checkpoint_dir.parent)
 
 
@@ -79,6 +88,20 @@ def scan_checkpoints(folder: Path) -> CheckpointScan:
         else:
             incomplete.append(IncompleteCheckpoint(path, fault))
     return CheckpointScan(tuple(complete), tuple(incomplete))
+
+
+def settle_checkpoints(folder: Path) -> CheckpointScan:
+    """Sorts checkpoints as `scan_checkpoints` does, having read the newest ones, down to one that is as it was written.
+
+    A damaged one gets a marker that says so: it is incomplete for whoever looks from now on, and does not stand in the
+    way of those that the continued run writes.
+    """
+    for path in reversed(scan_checkpoints(folder).complete):
+        damage = _damage_of(path)
+        if damage is None:
+            break
+        write_json(path / MARKER, {"marker_version": MARKER_VERSION, "step": checkpoint_step(path), "damage": damage})
+    return scan_checkpoints(folder)
 
 
 def what_is_left(folder: Path) -> str:
@@ -118,6 +141,8 @@ def fault_of(checkpoint_dir: Path) -> str | None:
         return "it is not a folder"
     try:
         marker = json.loads((checkpoint_dir / MARKER).read_text(encoding="utf-8"))
+        if "damage" in marker:
+            return str(marker["damage"])
         files = dict(marker["files"])
     except FileNotFoundError:
         return f"it has no {MARKER}: writing it did not end"
@@ -132,3 +157,29 @@ def fault_of(checkpoint_dir: Path) -> str | None:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size:,} bytes where {size:,} were written"
     return None
+
+
+def _damage_of(checkpoint_dir: Path) -> str | None:
+    """Returns which file of a complete checkpoint is not what was written; None also where no checksum was kept."""
+    marker = json.loads((checkpoint_dir / MARKER).read_text(encoding="utf-8"))
+    for name, checksum in dict(marker.get("checksums") or {}).items():
+        try:
+            is_same = _checksum(checkpoint_dir / name) == checksum
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        if not is_same:
+            return f"{name} was damaged since it was written: its checksum is another"
+    return None
+
+
+def _checksum(path: Path) -> str:
+    """Returns the CRC-32 of a file, of a large one over `_WHOLE_BYTES` of it."""
+    size, checksum = path.stat().st_size, 0
+    num_blocks = max(1, min(-(-size // _BLOCK_BYTES), _WHOLE_BYTES // _BLOCK_BYTES))
+    last = max(0, size - _BLOCK_BYTES)
+    with path.open("rb") as stream:
+        for number in range(num_blocks):
+            if size > _WHOLE_BYTES:
+                stream.seek(number * last // (num_blocks - 1))
+            checksum = zlib.crc32(stream.read(_BLOCK_BYTES), checksum)
+    return f"{checksum:08x}"

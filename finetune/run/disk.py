@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from finetune.errors import EnvironmentProblem
+from finetune.run.fragments import format_bytes
 
-_GIB = 1024**3
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_TEXTS = (
     "No space left on device",
@@ -41,10 +41,11 @@ def require_disk_space(folder: Path, *, needed_bytes: int, purpose: str) -> None
     existing = nearest_existing_folder(Path(folder))
     free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes:
+        missing = format_bytes(needed_bytes - free_bytes)
         raise EnvironmentProblem(
-            f"{purpose} need {_gib(needed_bytes)}, and the disk has {_gib(free_bytes)} free",
+            f"{purpose} need {format_bytes(needed_bytes)}, and the disk has {format_bytes(free_bytes)} free",
             place=str(existing),
-            remedy=f"Free {_gib(needed_bytes - free_bytes)} there, or set output.dir to a folder on a larger disk.",
+            remedy=f"Free {missing} there, or set output.dir to a folder on a larger disk.",
         )
 
 
@@ -76,7 +77,3 @@ def disk_full(folder: Path, *, free_bytes: int, checkpoint: Path | None) -> Envi
         remedy=f"Free some space there, then give the same command with --resume: it {begin}. "
         "output.keep_checkpoints=1 needs the least space.",
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:,.1f} GiB" if num_bytes >= _GIB // 10 else f"{num_bytes / _GIB:.3f} GiB"

@@ -1,4 +1,4 @@
-"""The run folder: what a run leaves behind, and the checks that keep one run from touching another.
+"""The run folder: what a run leaves behind. `output_folder.py` has the checks before a run uses one.
 
 run.json            manifest: versions, time, hash of the recipe, status
 recipe.yaml         the resolved recipe
@@ -16,21 +16,18 @@ report.json, report.html, curves.png
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
-
 from finetune.errors import DataError, EnvironmentProblem, RecipeError
 from finetune.run.atomic import overwrite_json, write_json, write_text
-from finetune.run.checkpoints import CheckpointScan, scan_checkpoints
-from finetune.run.disk import is_disk_full, nearest_existing_folder
-from finetune.run.lock import lock_folder, require_unlocked
+from finetune.run.checkpoints import CheckpointScan, scan_checkpoints, settle_checkpoints
+from finetune.run.disk import is_disk_full
+from finetune.run.lock import lock_folder
 
 SCHEMA_VERSION = 1
 Status = Literal["running", "done", "early-stopped", "interrupted", "failed", "stopped"]
@@ -101,8 +98,8 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def manifest(self) -> dict[str, Any]:
-        """Returns the manifest; raises RecipeError where this is not a run of a known version."""
-        return _read_manifest(self.path)
+        """Returns the manifest; raises as `read_manifest` does."""
+        return read_manifest(self.path)
 
     @property
     def status(self) -> Status:
@@ -160,6 +157,11 @@ class RunFolder:
         """Returns the complete checkpoints, oldest first, and the incomplete ones with the reason."""
         return scan_checkpoints(self.checkpoints_dir)
 
+    def settle_checkpoints(self) -> CheckpointScan:
+        """Returns the same for a run that goes on: what was damaged since it was written counts as incomplete from now
+        on."""
+        return settle_checkpoints(self.checkpoints_dir)
+
     def latest_checkpoint(self) -> Path | None:
         """Returns the newest complete checkpoint; `scan_checkpoints` tells which ones were passed over."""
         return self.scan_checkpoints().latest
@@ -169,54 +171,23 @@ class RunFolder:
         return lock_folder(self.path)
 
 
-def check_output_folder(
-    path: Path,
-    *,
-    recipe_hash: str,
-    resume: bool,
-    recipe: Mapping[str, object] | None = None,
-    may_differ: Collection[str] = (),
-) -> None:
-    """Checks, writing nothing, that a run may use this folder.
-
-    Args:
-        path: the run folder; it need not exist.
-        recipe_hash: hash of the resolved recipe.
-        resume: whether the run in the folder is to be continued.
-        recipe: the resolved recipe as plain dicts and lists, to name the keys that differ from the run's.
-        may_differ: dotted keys (`training.max_steps`) that a continued run may change; a key stands for those below.
-
-    Raises:
-        RecipeError: the folder belongs to something else, or there is no such run to continue.
-        EnvironmentProblem: the folder cannot be written, or another process trains into it.
-    """
-    path = Path(path).absolute()
-    _require_writable(path)
-    if path.exists() and not path.is_dir():
-        raise RecipeError("output.dir is a file", place=str(path), remedy="Set output.dir to a folder.")
-    if resume:
-        _check_resume(path, recipe_hash=recipe_hash, recipe=recipe, may_differ=may_differ)
-    elif path.exists() and any(path.iterdir()):
-        raise _occupied(path)
-
-
 def create_run_folder(
     path: Path, *, recipe_text: str, recipe_hash: str, environment: Mapping[str, object]
 ) -> RunFolder:
     """Makes the folder and writes recipe, environment and, last, the manifest with status `running`.
 
     Raises:
-        RecipeError: another process made a run here since `check_output_folder`.
+        RecipeError: another process made a run here since `check_output_folder` of `output_folder.py`.
         EnvironmentProblem: the folder cannot be made.
     """
     run = RunFolder(Path(path).absolute())
     try:
         run.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(run.path, error.strerror or str(error)) from error
+        raise unwritable(run.path, error.strerror or str(error)) from error
     with run.lock():
         if run.manifest_path.exists():
-            raise _occupied(run.path)
+            raise occupied(run.path)
         write_text(run.recipe_path, recipe_text)
         write_json(run.environment_path, environment)
         manifest = {"schema_version": SCHEMA_VERSION, "created": _now(), "recipe_hash": recipe_hash}
@@ -225,73 +196,19 @@ def create_run_folder(
 
 
 def open_run_folder(path: Path) -> RunFolder:
-    """Returns the run in `path`; raises RecipeError where there is none."""
+    """Returns the run in `path`; raises as `read_manifest` does, RecipeError where there is none."""
     path = Path(path).absolute()
-    _read_manifest(path)
+    read_manifest(path)
     return RunFolder(path)
 
 
-def differing_keys(old: object, new: object, *, prefix: str = "") -> list[str]:
-    """Returns the dotted keys whose values differ between two nested structures, such as `data.train[0].path`."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        keys = [*old, *(key for key in new if key not in old)]
-        missing = object()
-        pairs = [
-            (f"{prefix}.{key}" if prefix else str(key), old.get(key, missing), new.get(key, missing)) for key in keys
-        ]
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        pairs = [(f"{prefix}[{index}]", left, right) for index, (left, right) in enumerate(zip(old, new, strict=True))]
-    else:
-        return [] if old == new else [prefix]
-    return [found for key, left, right in pairs for found in differing_keys(left, right, prefix=key)]
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Returns the manifest of the run in a folder.
 
-
-def _check_resume(
-    path: Path, *, recipe_hash: str, recipe: Mapping[str, object] | None, may_differ: Collection[str]
-) -> None:
-    run = RunFolder(path)
-    manifest = _read_manifest(path)
-    stored_hash = manifest["recipe_hash"]
-    require_unlocked(path)
-    if manifest["status"] in ENDED_WELL:
-        raise RecipeError(
-            "the run is done; there is nothing to continue",
-            place=str(path),
-            remedy="Look at its report.html, or start a new run with another output.dir; adapter.continue_from there "
-            "trains this run's adapter on.",
-        )
-    if stored_hash == recipe_hash:
-        return
-    named = ""
-    if recipe is not None:
-        keys = differing_keys(_read_recipe(run.recipe_path), recipe)
-        strict = [key for key in keys if not _is_covered(key, may_differ)]
-        if keys and not strict:
-            return
-        named = ": " + ", ".join(strict) if strict else ", although its keys are equal: recipe.yaml was edited"
-    raise RecipeError(
-        f"the recipe differs from that of the run to continue{named}",
-        place=str(run.recipe_path),
-        remedy="Continue with the run's own recipe.yaml, or start a new run with another output.dir.",
-    )
-
-
-def _is_covered(key: str, allowed: Collection[str]) -> bool:
-    return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in allowed)
-
-
-def _read_recipe(path: Path) -> object:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(
-            "the run's recipe cannot be read",
-            place=str(path),
-            remedy="Start a new run with another output.dir.",
-        ) from error
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
+    Raises:
+        RecipeError: there is no run in the folder.
+        DataError: the manifest is damaged, or of another version.
+    """
     manifest_path = path / "run.json"
     if not manifest_path.is_file():
         raise RecipeError(
@@ -303,11 +220,19 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
     except ValueError:
         manifest = None
-    if not isinstance(manifest, dict) or not _is_known_manifest(manifest):
-        raise RecipeError(
-            f"the run's manifest is damaged or not of version {SCHEMA_VERSION}",
+    version = manifest.get("schema_version") if isinstance(manifest, dict) else None
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        raise DataError(
+            f"the run's manifest is of version {version}; this program reads version {SCHEMA_VERSION}",
             place=str(manifest_path),
-            remedy="Use the version of finetune that made the run (environment.json names it), or another output.dir.",
+            remedy="Use the version of finetune that made the run; its environment.json names it.",
+        )
+    if not isinstance(manifest, dict) or not _is_known_manifest(manifest):
+        raise DataError(
+            "the run's manifest is damaged",
+            place=str(manifest_path),
+            remedy="Put the file back from a copy. Without one the run cannot be continued: train its recipe.yaml "
+            "again with another output.dir; adapter/, model/ and the checkpoints can still be used.",
         )
     return manifest
 
@@ -317,7 +242,7 @@ def _is_known_manifest(manifest: Mapping[str, Any]) -> bool:
     return is_version and manifest.get("status") in get_args(Status) and "recipe_hash" in manifest
 
 
-def _occupied(path: Path) -> RecipeError:
+def occupied(path: Path) -> RecipeError:
     """Describes a folder that holds a run or anything else."""
     if not (path / "run.json").is_file():
         return RecipeError(
@@ -335,21 +260,7 @@ def _occupied(path: Path) -> RecipeError:
     return RecipeError(f"the folder already holds a run (status: {run.status})", place=str(path), remedy=remedy)
 
 
-def _require_writable(path: Path) -> None:
-    try:
-        existing = nearest_existing_folder(path)
-        is_writable = not existing.is_dir() or os.access(existing, os.W_OK | os.X_OK)
-        # A file further up in place of a folder: nothing can be made below it.
-        is_below_file = existing.is_file() and existing != path
-    except OSError as error:
-        raise _unwritable(path, error.strerror or str(error)) from error
-    if is_below_file:
-        raise RecipeError("a parent of output.dir is a file", place=str(existing), remedy="Set another output.dir.")
-    if not is_writable:
-        raise _unwritable(existing, "no permission to write there")
-
-
-def _unwritable(path: Path, reason: str) -> EnvironmentProblem:
+def unwritable(path: Path, reason: str) -> EnvironmentProblem:
     return EnvironmentProblem(
         f"the run folder cannot be written: {reason}",
         place=str(path),

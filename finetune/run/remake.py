@@ -113,14 +113,11 @@ def read_report(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def _open(folder: Path) -> RunFolder:
-    """Opens the run; a damaged manifest is a fault of the data, as every other file of the run."""
     try:
         return open_run_folder(folder)
     except RecipeError as error:
-        if not RunFolder(folder).manifest_path.is_file():
-            remedy = "Name the folder of a run, such as runs/NAME; `finetune runs` lists those that there are."
-            raise RecipeError(error.message, place=error.place, remedy=remedy) from error
-        raise DataError(error.message, place=error.place, remedy=error.remedy) from error
+        remedy = "Name the folder of a run, such as runs/NAME; `finetune runs` lists those that there are."
+        raise RecipeError(error.message, place=error.place, remedy=remedy) from error
 
 
 def _outputs(run: RunFolder, output: Path | None) -> tuple[Path, Path]:

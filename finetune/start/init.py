@@ -100,7 +100,7 @@ def init(request: InitRequest, *, console: Console, ask: Ask | None) -> Written:
         run_dir = ask("Folder of the run", run_dir)
     values = suggest(look, card=card, model=model_facts(folder, model), adapter=adapter, max_length=request.max_length)
     if request.eval_fraction is not None:
-        values = replace(values, eval_fraction=request.eval_fraction)
+        values = replace(values, eval_fraction=request.eval_fraction or None)
     recipe = RecipeValues(
         schema_line=schema_line(target, schema),
         model=_from_recipe(model, target) if folder is not None else model,
@@ -137,12 +137,6 @@ def _data(request: InitRequest, asking: Asking, console: Console) -> tuple[str, 
 def _require_free(target: Path, *, force: bool) -> None:
     if target.suffix not in (".yaml", ".yml"):
         raise RecipeError("a recipe is a YAML file", place=str(target), remedy="Name it by .yaml, such as recipe.yaml.")
-    if not target.absolute().parent.is_dir():
-        raise EnvironmentProblem(
-            "the folder of the recipe does not exist",
-            place=str(target),
-            remedy="Make the folder, or name another file.",
-        )
     if os.path.lexists(target) and not force:
         remedy = "Name another file with --output, or add --force to replace this one."
         raise RecipeError("the file exists and will not be replaced", place=str(target), remedy=remedy)
@@ -228,6 +222,7 @@ def _write(target: Path, schema: Path, text: str) -> None:
     trial = target.with_name(f".{target.stem}.{os.getpid()}.yaml")
     try:
         try:
+            target.parent.mkdir(parents=True, exist_ok=True)
             write_text(trial, text)
             load_recipe(trial)
         finally:

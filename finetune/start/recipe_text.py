@@ -94,7 +94,7 @@ def _adapter(recipe: RecipeValues) -> list[str]:
 def _rest_of_data(recipe: RecipeValues) -> list[str]:
     values, look = recipe.values, recipe.look
     if values.eval_fraction is None:
-        held_out = _line("  eval: null", "too few rows to hold any out; name files here")
+        held_out = _line("  eval: null", "nothing is held out; name files here")
     else:
         held_out = _line(f"  eval: {{fraction: {values.eval_fraction:g}}}", "held out, to see what was learned")
     why = "an estimate from bytes" if look is not None and look.longest_tokens else "not estimated"

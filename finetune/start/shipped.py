@@ -15,7 +15,8 @@ from typing import Any, Literal
 import finetune
 from finetune.errors import EnvironmentProblem, RecipeError
 
-_PURPOSE = re.compile(r"^# (?:Purpose|Fragment for `extends`): *(.+(?:\n#   +.+)*)", re.MULTILINE)
+_PURPOSE = re.compile(r"^# (?:Purpose|Fragment for `extends`): *(.+(?:\n#(?:  +| (?![A-Z][\w ]*:)).+)*)", re.MULTILINE)
+"""The whole paragraph, indented or not; a line that begins with a heading of its own, such as `Command:`, ends it."""
 
 
 @dataclass(frozen=True)

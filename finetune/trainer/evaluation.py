@@ -62,6 +62,7 @@ class Evaluator:
         self._delivers = prepared.delivers
         self._metrics_path = run.metrics_path
         self._sampled_step = -1
+        self._resumed_step = 0
         self._recorded_step = -1
         self._scored_step = -1
 
@@ -73,7 +74,8 @@ class Evaluator:
     def before(self, checkpoint: Path | None) -> Measurement | None:
         """Measures the untrained model; a continued run reads what was measured when it began."""
         if checkpoint is not None:
-            keep_until(self._samples_path, checkpoint_step(checkpoint) or 0)
+            self._resumed_step = checkpoint_step(checkpoint) or 0
+            keep_until(self._samples_path, self._resumed_step)
             self._note_recorded()
             if not self._before_path.is_file():
                 return None
@@ -167,6 +169,8 @@ class Evaluator:
 
     def _keep(self, answers: list[str], *, step: int) -> None:
         self._sampled_step = step
+        if step == self._resumed_step > 0:  # a run that was killed after its last step may have written them, or some
+            keep_until(self._samples_path, step - 1)
         append_records(self._samples_path, self._held_out.sample_records(answers, step=step))
 
 

@@ -35,7 +35,26 @@ from finetune.optimizations.support import probe_hardware
 from finetune.recipe.schema import DataSection, LoraAdapter, Recipe
 from finetune.run.disk import require_disk_space
 from finetune.trainer.held_out import HeldOut, num_answers
-from finetune.trainer.schedule import StepPlan, plan_steps
+from finetune.trainer.schedule import StepPlan, explain_idle_early_stopping, plan_steps
+
+_SHOWN_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class TokenUses:
+    """How often each new token occurs in the training samples."""
+
+    counts: dict[str, int]
+
+    @property
+    def unused(self) -> list[str]:
+        return [repr(text) for text, count in self.counts.items() if not count]
+
+    def line(self) -> str:
+        """Says in words how often; of many tokens, of the rarest."""
+        rarest = sorted(self.counts.items(), key=lambda item: item[1])[:_SHOWN_TOKENS]
+        what = "in the training data" if len(self.counts) <= _SHOWN_TOKENS else "in the training data, the rarest"
+        return f"{what}: " + ", ".join(f"{text!r} {count:,} x" for text, count in rarest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +67,8 @@ class Prepared:
     """What becomes of each flag of the optimizations."""
     targets: AdapterTargets | None
     new_tokens: NewTokens | None
+    uses: TokenUses
+    """Of the new tokens; empty without any."""
     table: TrainableTable
     tokenizer: PreTrainedTokenizerBase
     pad_token_id: int
@@ -55,6 +76,8 @@ class Prepared:
     train_rows: RowDataset
     eval_rows: RowDataset | None
     steps: StepPlan
+    idle_early_stopping: str
+    """Why early stopping can never end this run; empty where it can, or is not asked for."""
     held_out: HeldOut
     is_packed: bool
     keeps_best: bool
@@ -80,6 +103,7 @@ class Prepared:
             "optimizations": [applied.as_dict() for applied in self.applied],
             "vocabulary_rows": vocabulary_rows(self.model.skeleton),
             "new_token_ids": list(self.new_tokens.ids) if self.new_tokens is not None else [],
+            "new_token_uses": self.uses.counts,
             "samples": len(self.dataset.train),
             "rows": len(train),
             "row_length_tokens": train.max_length,
@@ -154,19 +178,22 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None], warn: Callable[[str],
         say=say,
     )
     train_rows = _rows(dataset.train, recipe, num_rows=num_rows)
+    steps = plan_steps(recipe.training, num_rows=len(train_rows))
     return Prepared(
         model=plan,
         attention=attention,
         applied=(plan_metadata_cache(recipe.optimizations.packed_metadata_cache, attention),),
         targets=targets,
         new_tokens=new_tokens,
+        uses=_count_uses(new_tokens, dataset.train),
         table=table,
         tokenizer=tokenizer,
         pad_token_id=choose_pad_token(tokenizer, num_rows=num_rows),
         dataset=dataset,
         train_rows=train_rows,
         eval_rows=None if dataset.eval is None else _rows(dataset.eval, recipe, num_rows=num_rows),
-        steps=plan_steps(recipe.training, num_rows=len(train_rows)),
+        steps=steps,
+        idle_early_stopping=explain_idle_early_stopping(recipe.evaluation, total_steps=steps.total_steps),
         held_out=HeldOut.of(
             recipe.evaluation,
             _usable(dataset.references, recipe.data.max_length, say=say),
@@ -195,6 +222,12 @@ def _rows(store: SampleStore, recipe: Recipe, *, num_rows: int) -> RowDataset:
     """Returns the rows of a store whose ids the embedding, of `num_rows` rows, has."""
     _require_tokens_in_vocabulary(store, num_rows)
     return RowDataset(store, plan_rows(store, recipe.data, seed=recipe.training.seed))
+
+
+def _count_uses(new_tokens: NewTokens | None, train: SampleStore) -> TokenUses:
+    if new_tokens is None:
+        return TokenUses({})
+    return TokenUses(dict(zip(new_tokens.texts, train.count_ids(new_tokens.ids), strict=True)))
 
 
 def _delivers(recipe: Recipe) -> Literal["best", "last"]:

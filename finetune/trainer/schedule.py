@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from finetune.recipe.schema import TrainingSection
+from finetune.console import plural
+from finetune.recipe.schema import EvaluationSection, TrainingSection
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,26 @@ class StepPlan:
     steps_per_epoch: int
     total_steps: int
     warmup_steps: int
+    is_cut: bool = False
+    """Whether `training.max_steps` ends the run before its epochs do."""
 
     @property
     def micro_batches_per_step(self) -> int:
         """Forward and backward passes of a full step."""
         return self.rows_per_step // self.rows_per_micro_batch
 
+    @property
+    def how_to_have_more(self) -> str:
+        """Says which settings would give the run more steps."""
+        if self.is_cut:
+            return f"training.max_steps={self.total_steps} ends the run before its epochs do: raise it or leave it out."
+        if self.rows_per_step == 1:
+            return "A step takes one row, the least there is: raise training.epochs."
+        return "Lower training.rows_per_step or raise training.epochs."
+
     def as_dict(self) -> dict[str, int]:
-        return asdict(self) | {"micro_batches_per_step": self.micro_batches_per_step}
+        values = asdict(self) | {"micro_batches_per_step": self.micro_batches_per_step}
+        return {name: value for name, value in values.items() if name != "is_cut"}
 
 
 def learning_rate_factor(step: int, *, schedule: str, plan: StepPlan) -> float:
@@ -49,9 +62,8 @@ def learning_rate_factor(step: int, *, schedule: str, plan: StepPlan) -> float:
 def plan_steps(training: TrainingSection, *, num_rows: int) -> StepPlan:
     """Counts the steps of `training` over `num_rows` rows; at least one."""
     steps_per_epoch = math.ceil(num_rows / training.rows_per_step)
-    total = max(1, math.ceil(round(training.epochs * steps_per_epoch, 6)))  # 2.2 * 50 is 110.00000000000001
-    if training.max_steps is not None:
-        total = min(total, training.max_steps)
+    of_epochs = max(1, math.ceil(round(training.epochs * steps_per_epoch, 6)))  # 2.2 * 50 is 110.00000000000001
+    total = of_epochs if training.max_steps is None else min(of_epochs, training.max_steps)
     return StepPlan(
         num_rows=num_rows,
         rows_per_step=training.rows_per_step,
@@ -59,4 +71,23 @@ def plan_steps(training: TrainingSection, *, num_rows: int) -> StepPlan:
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
         warmup_steps=math.ceil(training.warmup_fraction * total),
+        is_cut=total < of_epochs,
+    )
+
+
+def explain_idle_early_stopping(evaluation: EvaluationSection, *, total_steps: int) -> str:
+    """Returns why early stopping can never end a run of so many steps; empty where it can, or is not asked for.
+
+    The first evaluation counts as an improvement, and an end at the last step is none before it.
+    """
+    if evaluation.early_stopping is None or evaluation.every_steps is None:
+        return ""
+    patience, every = evaluation.early_stopping.patience, evaluation.every_steps
+    if (patience + 1) * every < total_steps:
+        return ""
+    num_evaluations = (total_steps - 1) // every
+    return (
+        f"evaluation.early_stopping can never end this run: it needs {plural(patience + 1, 'evaluation')} before the "
+        f"last step, and evaluation.every_steps={every} makes {num_evaluations} in {plural(total_steps, 'step')}. "
+        "Lower evaluation.every_steps or the patience."
     )

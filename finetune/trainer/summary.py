@@ -56,7 +56,7 @@ def show_plan(console: Console, prepared: Prepared) -> None:
     for check in prepared.dataset.gate.warnings:
         console.warning(f"data: {check.line()}")
     if prepared.new_tokens is not None:
-        console.line(f"tokens  {prepared.new_tokens.line()}")
+        console.line(f"tokens  {prepared.new_tokens.line()}; {prepared.uses.line()}")
     console.prose(
         f"rows    {len(train):,} of {train.max_length:,} tokens: {train.num_tokens:,} real, {train.fill:.2%} filled, "
         f"{train.num_pad_tokens:,} padding"
@@ -88,8 +88,15 @@ def _warn_of_plan(console: Console, prepared: Prepared) -> None:
     if steps.total_steps < FEW_STEPS:
         console.warning(
             f"only {plural(steps.total_steps, 'step')}, too few to learn much: the data make "
-            f"{plural(len(train), 'row')}. Lower training.rows_per_step or raise training.epochs."
+            f"{plural(len(train), 'row')}. {steps.how_to_have_more}"
         )
+    if prepared.uses.unused:
+        console.warning(
+            f"{', '.join(prepared.uses.unused)}: a new token that never occurs in the training data, so nothing is "
+            "learned of it. Check its spelling in model.new_tokens or model.new_special_tokens against the data."
+        )
+    if prepared.idle_early_stopping:
+        console.warning(prepared.idle_early_stopping)
     if model.section.quantization != "none" and (left := unquantized_bytes(model.skeleton)):
         console.warning(
             f"{model.section.quantization} covers linear layers only: the experts' weights stay as they are "

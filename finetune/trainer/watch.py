@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
-from finetune.console import Console
+from finetune.console import Console, plural
 from finetune.errors import Interrupted
 from finetune.recipe.schema import Recipe
 from finetune.run.checkpoints import checkpoint_step
@@ -55,7 +55,24 @@ class Watchers:
         if self.early_stopping is None or not self.is_over or step >= total:
             return ""
         count = self.early_stopping.num_without_improvement
-        return f"stopped early after step {step} of {total}: no better held-out loss in {count} evaluations"
+        return f"stopped early after step {step} of {total}: no better held-out loss in {plural(count, 'evaluation')}"
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Surrounds all that comes after the last step: a signal ends it at once, and is told as what it is.
+
+        Raises:
+            Interrupted: there is no result, or not all of it, and nothing of the training is lost.
+        """
+        self.interrupt.restore()  # where the last step was only loaded, no training has ended that would do so
+        try:
+            yield
+        except KeyboardInterrupt as stop:
+            raise Interrupted(
+                "stopped while the result was being written and measured; training was finished",
+                place=str(self.run.path),
+                remedy="Type the same command with --resume: it goes on from the last checkpoint, without a step more.",
+            ) from stop
 
     def raise_if_interrupted(self, trainer: SftTrainer) -> None:
         """Ends the run where the user asked for it before all of its steps were done.

@@ -122,6 +122,13 @@ def test_init_refuses_wrong_options(option: str, value: str, capsys: pytest.Capt
     assert option in capsys.readouterr().err
 
 
+def test_init_holds_nothing_out_where_the_share_is_zero() -> None:
+    """It was refused; 0 is what one types for nothing."""
+    tiny.make_chat_file(Path("a.jsonl"))
+    assert main(["init", "a.jsonl", "--model", "Qwen/Qwen3-14B", "--card", "cpu", "--eval-fraction", "0"]) == 0
+    assert "eval: null" in Path("recipe.yaml").read_text()
+
+
 def test_lines_fit_80_columns_and_have_no_escapes(capsys: pytest.CaptureFixture[str]) -> None:
     tiny.make_chat_file(Path("a.jsonl"))
     assert main(["recipes"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -65,6 +66,18 @@ def test_byte_changed_with_same_time_and_size_misses(chatml: Any, path: Path) ->
     dataset, said = build(chatml, path)
     assert "miss (changed: files)" in said
     assert "b3<|im_end|>" in chatml.decode(dataset.train[3].input_ids)
+
+
+def test_data_that_were_never_seen_are_told_as_new(chatml: Any, path: Path, write_jsonl: Callable) -> None:
+    """It said `changed: columns, files`; a copy under another name, or other content of the same name, is known."""
+    build(chatml, path)
+    rows = [{"instruction": "never seen", "output": "so far"}]
+    new = path.with_name("new.jsonl")
+    new.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert "miss (the data are new to it)" in build(chatml, new)[1]
+    copy = path.with_name("copy.jsonl")
+    copy.write_bytes(path.read_bytes())
+    assert "miss (changed: max_length)" in build(chatml, copy, max_length=1024)[1]
 
 
 @pytest.mark.parametrize(

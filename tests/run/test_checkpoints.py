@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from finetune.run.checkpoints import MARKER, keep_newest, mark_complete, remove_checkpoint, scan_checkpoints
+from finetune.run.checkpoints import (
+    MARKER,
+    keep_newest,
+    mark_complete,
+    remove_checkpoint,
+    scan_checkpoints,
+    settle_checkpoints,
+)
 
 
 def make(folder: Path, step: int, *, complete: bool = True) -> Path:
@@ -119,3 +126,45 @@ def test_keep_newest_counts_complete_ones_and_clears_older_leftovers(tmp_path: P
     assert not leftover.exists()
     with pytest.raises(ValueError):
         keep_newest(tmp_path, 0)
+
+
+def test_damage_of_full_size_is_found_before_a_run_goes_on_and_kept(tmp_path: Path) -> None:
+    """Sizes alone were compared; the older checkpoint is not read, since it is not gone on from."""
+    older, newer = make(tmp_path, 2), make(tmp_path, 4)
+    assert settle_checkpoints(tmp_path).latest == newer
+    for path in (older, newer):
+        (path / "nested" / "optimizer.pt").write_bytes(b"o" * 499 + b"x")
+    assert scan_checkpoints(tmp_path).latest == newer
+    third = make(tmp_path, 6)
+    assert settle_checkpoints(tmp_path).complete == (older, newer, third)
+    (third / "model.safetensors").write_bytes(b"x" * 1000)
+    scan = settle_checkpoints(tmp_path)
+    assert scan.complete == ()
+    assert [item.reason.split()[0] for item in scan.incomplete] == ["nested/optimizer.pt"] * 2 + ["model.safetensors"]
+    assert scan_checkpoints(tmp_path).incomplete == scan.incomplete
+    mark_complete(third)
+    assert settle_checkpoints(tmp_path).latest == third
+
+
+def test_a_checkpoint_without_checksums_is_taken_by_its_sizes(tmp_path: Path) -> None:
+    path = make(tmp_path, 2)
+    marker = json.loads((path / MARKER).read_text())
+    del marker["checksums"]
+    (path / MARKER).write_text(json.dumps(marker))
+    assert settle_checkpoints(tmp_path).latest == path
+
+
+@pytest.mark.parametrize("place", [0, 1234, -1], ids=["first", "between", "last"])
+def test_of_a_large_file_blocks_are_covered_from_the_first_to_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    monkeypatch.setattr("finetune.run.checkpoints._BLOCK_BYTES", 100)
+    monkeypatch.setattr("finetune.run.checkpoints._WHOLE_BYTES", 300)
+    path = tmp_path / "checkpoint-1"
+    path.mkdir()
+    content = bytearray(2567)
+    (path / "model.safetensors").write_bytes(content)
+    mark_complete(path)
+    content[place] = 1
+    (path / "model.safetensors").write_bytes(content)
+    assert settle_checkpoints(tmp_path).latest is None

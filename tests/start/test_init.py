@@ -181,9 +181,18 @@ def test_an_existing_file_is_replaced_with_force_only() -> None:
     load_recipe("recipe.yaml")
 
 
-def test_a_folder_that_is_not_there_is_told() -> None:
-    with pytest.raises(EnvironmentProblem, match="does not exist"):
-        write(output=Path("nowhere/recipe.yaml"))
+def test_a_folder_that_is_not_there_is_made() -> None:
+    """As `recipes copy` does."""
+    write(output=Path("new/deep/recipe.yaml"))
+    load_recipe("new/deep/recipe.yaml")
+    Path("file").touch()
+    with pytest.raises(EnvironmentProblem, match="cannot be written"):
+        write(output=Path("file/recipe.yaml"))
+
+
+def test_a_share_of_zero_holds_nothing_out() -> None:
+    write(eval_fraction=0.0)
+    assert load_recipe("recipe.yaml").data.eval is None
 
 
 def test_odd_names_of_files_and_columns_survive() -> None:

@@ -27,6 +27,8 @@ def test_every_file_has_a_name_of_its_own_and_a_purpose() -> None:
     assert len({item.name for item in files}) == len(files)
     assert {"quickstart", "qwen3-14b_qlora_sft", "configs/quantization/nf4"} <= {item.name for item in files}
     assert [item.name for item in files if not item.purpose] == []
+    assert [item.name for item in files if not item.purpose.endswith((".", ":"))] == []
+    assert [item.name for item in files if "Command:" in item.purpose or "Memory and time" in item.purpose] == []
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart.yaml", "recipes/quickstart.yaml"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from finetune.recipe.schema import TrainingSection
-from finetune.trainer.schedule import learning_rate_factor, plan_steps
+from finetune.recipe.schema import EarlyStopping, EvaluationSection, TrainingSection
+from finetune.trainer.callbacks.early_stopping import EarlyStoppingCallback
+from finetune.trainer.schedule import explain_idle_early_stopping, learning_rate_factor, plan_steps
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,37 @@ def test_the_schedules_have_their_shapes() -> None:
 def test_micro_batches() -> None:
     plan = plan_steps(TrainingSection(rows_per_step=8, rows_per_micro_batch=2), num_rows=8)
     assert plan.micro_batches_per_step == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "named", "unnamed"),
+    [
+        ({"rows_per_step": 8}, "training.rows_per_step", "max_steps"),
+        ({"rows_per_step": 1}, "raise training.epochs", "rows_per_step"),
+        ({"rows_per_step": 1, "max_steps": 2}, "training.max_steps=2", "epochs."),
+        ({"rows_per_step": 8, "max_steps": 3}, "training.rows_per_step", "max_steps"),
+    ],
+    ids=["rows", "one row", "max_steps", "max_steps of no effect"],
+)
+def test_what_limits_the_steps_is_named(values: dict, named: str, unnamed: str) -> None:
+    """It said to lower rows_per_step where that was 1, or where max_steps ended the run."""
+    plan = plan_steps(TrainingSection(**values), num_rows=5)
+    assert named in plan.how_to_have_more and unnamed not in plan.how_to_have_more
+
+
+@pytest.mark.parametrize(
+    ("every", "patience", "total", "is_idle"),
+    [(100, 3, 40, True), (10, 3, 40, True), (10, 3, 41, False), (1, 1, 3, False), (1, 1, 2, True)],
+)
+def test_early_stopping_that_cannot_fire_is_told(every: int, patience: int, total: int, is_idle: bool) -> None:
+    evaluation = EvaluationSection(every_steps=every, early_stopping=EarlyStopping(patience=patience))
+    told = explain_idle_early_stopping(evaluation, total_steps=total)
+    assert bool(told) == is_idle
+    assert not is_idle or f"every_steps={every}" in told
+    assert explain_idle_early_stopping(EvaluationSection(every_steps=every), total_steps=total) == ""
+    callback = EarlyStoppingCallback(patience=patience)
+    stops = []
+    for step in range(every, total, every):
+        callback.on_evaluate(TrainingArguments(), TrainerState(global_step=step), TrainerControl(), {"eval_loss": 1.0})
+        stops += [step] if callback.is_over else []
+    assert bool(stops) != is_idle

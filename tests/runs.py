@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -20,18 +21,30 @@ from finetune.trainer.sft import SftTrainer
 
 @overload
 def build(
-    recipe: dict[str, Any], *, callbacks: list[TrainerCallback] | None = None, with_ending: Literal[False] = False
+    recipe: dict[str, Any],
+    *,
+    callbacks: list[TrainerCallback] | None = None,
+    with_ending: Literal[False] = False,
+    say: Callable[[str], None] = ...,
 ) -> tuple[SftTrainer, Prepared]: ...
 
 
 @overload
 def build(
-    recipe: dict[str, Any], *, callbacks: list[TrainerCallback] | None = None, with_ending: Literal[True]
+    recipe: dict[str, Any],
+    *,
+    callbacks: list[TrainerCallback] | None = None,
+    with_ending: Literal[True],
+    say: Callable[[str], None] = ...,
 ) -> tuple[SftTrainer, Prepared, Ending]: ...
 
 
 def build(
-    recipe: dict[str, Any], *, callbacks: list[TrainerCallback] | None = None, with_ending: bool = False
+    recipe: dict[str, Any],
+    *,
+    callbacks: list[TrainerCallback] | None = None,
+    with_ending: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> tuple[SftTrainer, Prepared] | tuple[SftTrainer, Prepared, Ending]:
     """Prepares a recipe, loads the model, builds its trainer and plans its activations."""
     parsed, prepared, model = build_model(recipe)
@@ -39,6 +52,7 @@ def build(
     run.path.mkdir(parents=True, exist_ok=True)
     trainer = build_trainer(parsed, prepared, model=model, run=run, callbacks=callbacks or [])
     ending = Ending(0.0)
+    trainer.say = say
     plan_activations(parsed, prepared, trainer, ending, say=lambda text: None)
     return (trainer, prepared, ending) if with_ending else (trainer, prepared)
 

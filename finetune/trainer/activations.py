@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,19 +13,23 @@ import torch
 from accelerate.utils import send_to_device
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.errors import OutOfMemory
 from finetune.optimizations.activations.describe import plan_dict, plan_lines
 from finetune.optimizations.activations.planner import BudgetTooSmall
 from finetune.optimizations.activations.runtime import Activations, Limits, Workload
 from finetune.optimizations.activations.types import GIB
 from finetune.optimizations.apply import Applied
 from finetune.recipe.schema import Recipe
+from finetune.trainer.budget_errors import too_small
+from finetune.trainer.checks import Check
 from finetune.trainer.ending import Ending
 from finetune.trainer.memory import random_state_kept
 from finetune.trainer.prepare import Prepared
 from finetune.trainer.sft import SftTrainer
 
 FLAG = "double_buffered_reload"
+WARM_UP_RECORDS = 2
+"""Logged steps that do not count: they compile, allocate, and make the optimizer's state."""
+PEAK_TOLERANCE, TIME_TOLERANCE = 0.05, 0.15
 
 
 def plan_activations(
@@ -35,7 +40,8 @@ def plan_activations(
     `trainer.activations` is then set, unless the recipe settles checkpointing itself.
 
     Raises:
-        OutOfMemory: nothing fits into the memory there is, or into the recipe's budgets.
+        OutOfMemory: nothing fits into the memory there is.
+        RecipeError: nothing fits into the recipe's own budget.
     """
     begun = time.perf_counter()
     checkpointing = recipe.training.gradient_checkpointing
@@ -47,6 +53,8 @@ def plan_activations(
         reason = f"training.gradient_checkpointing is {str(checkpointing).lower()}: nothing is planned"
         flag, lines = Applied(FLAG, "not applicable", reason), []
     ending.applied.append(flag)
+    if trainer.activations is not None:
+        ending.activation_plan = activation_dict(trainer.activations) | {"in_words": lines}
     ending.timings["plan_seconds"] = time.perf_counter() - begun
     for line in lines:
         say(line)
@@ -62,8 +70,9 @@ def _planned(recipe: Recipe, prepared: Prepared, trainer: SftTrainer) -> Activat
         with _measuring(trainer):
             activations.prepare(_workload(prepared, trainer))
     except BudgetTooSmall as error:
+        fixed = 0 if activations.base is None else activations.base.fixed_bytes
         activations.close()
-        raise too_small(error) from error
+        raise too_small(error, fixed_bytes=fixed) from error
     return activations
 
 
@@ -92,13 +101,23 @@ def activation_dict(activations: Activations) -> dict[str, object]:
     return plan_dict(activations.plan, activations.costs)
 
 
-def too_small(error: BudgetTooSmall) -> OutOfMemory:
-    """Turns the planner's refusal into an error with the smallest budget that works."""
-    return OutOfMemory(
-        f"no plan of the activations fits: {error}",
-        place="optimizations.activation_memory",
-        remedy="Lower training.rows_per_micro_batch, then data.max_length; or raise the budget that is short.",
-    )
+def check_plan(trainer: SftTrainer) -> Check:
+    """Sets what the plan predicted beside what the first steps took: peak of memory, and seconds of a step."""
+    name = "the plan of activations predicts the run"
+    if trainer.activations is None or trainer.activations.plan is None:
+        return Check(name, None, "checkpointing is the recipe's own: nothing was planned")
+    plan = trainer.activations.plan
+    records = [entry for entry in trainer.state.log_history if "step_seconds" in entry]
+    steady = [entry["step_seconds"] for entry in records[WARM_UP_RECORDS:]]
+    if not steady:
+        return Check(name, None, "too few steps to compare with")
+    seconds = statistics.median(steady)
+    detail = f"a step {plan.step_seconds:.3f} s, measured {seconds:.3f} s"
+    if trainer.args.device.type != "cuda":
+        return Check(name, None, f"{detail}; a CPU does not tell its peak of memory")
+    peak = records[WARM_UP_RECORDS]["peak_memory_bytes"]
+    ok = abs(plan.peak_bytes / peak - 1) <= PEAK_TOLERANCE and abs(plan.step_seconds / seconds - 1) <= TIME_TOLERANCE
+    return Check(name, ok, f"peak {plan.peak_bytes / GIB:.2f} GiB, measured {peak / GIB:.2f}; {detail}")
 
 
 def _limits(recipe: Recipe, prepared: Prepared) -> Limits:

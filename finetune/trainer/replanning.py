@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from finetune.optimizations.activations.describe import plan_lines
+from finetune.optimizations.activations.planner import BudgetTooSmall
 from finetune.optimizations.activations.runtime import Activations
+from finetune.trainer.budget_errors import too_small
 
 LEAST_BYTES = 256 * 2**20
 STEP_SHARE = 0.05
@@ -55,7 +57,7 @@ class ReplanningStep:
             step: optimizer steps that are done.
 
         Raises:
-            BudgetTooSmall: memory ran out, and there is no smaller plan.
+            FinetuneError: memory ran out, and there is no smaller plan.
         """
         if step != self._step:
             self._step, self._batches = step, []
@@ -76,8 +78,12 @@ class ReplanningStep:
         self._forget()
         before = self._activations.plan
         assert before is not None and self._activations.costs is not None
+        fixed = self._activations.costs.fixed_bytes
         by_bytes = max(LEAST_BYTES, int(before.device_bytes * STEP_SHARE))
-        plan = self._activations.replan(by_bytes=by_bytes)
+        try:
+            plan = self._activations.replan(by_bytes=by_bytes)
+        except BudgetTooSmall as error:
+            raise too_small(error, fixed_bytes=fixed) from error
         self._say(
             f"memory ran out in step {self._step + 1} ({reason}); its micro-batches are run again, with "
             f"{by_bytes / 2**30:.2f} GiB less for activations"

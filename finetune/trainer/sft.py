@@ -108,6 +108,8 @@ class SftTrainer(SavingTrainer):
         Args:
             is_over: the checkpoint is of the step that training was stopped early at.
         """
+        if self.args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # the peak that is logged is of training
         step = checkpoint_step(checkpoint) if checkpoint else None
         if checkpoint is None or step is None:
             self.train()

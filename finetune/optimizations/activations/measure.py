@@ -28,6 +28,8 @@ from finetune.optimizations.activations.types import Group, GroupCost, LayerCost
 QUICK_SECONDS = 0.5
 """A run of a layer that takes longer than this is not repeated."""
 REPETITIONS = 5
+LESS_WORK = 0.99
+"""A whole layer computes nothing twice, so it takes less than one with everything stored, whatever noise says."""
 _LINK_BYTES = 64 * 2**20
 _CPU_COPY_RATE = 1e10
 
@@ -143,6 +145,9 @@ class LayerMeter:
                 places = {Group.INPUT: Place.DEVICE, group: Place.DEVICE}
                 one = self.median(call, LayerPlan(places=places))
                 groups[group] = GroupCost(num_bytes, bare.backward_seconds - one.backward_seconds)
+        together = bare.backward_seconds - self.median(call, everything).backward_seconds
+        groups = _shared_out(groups, together)
+        saved = sum(cost.seconds for cost in groups.values())
         try:
             whole = self.median(call, LayerPlan(is_whole=True))
         except torch.OutOfMemoryError:
@@ -151,7 +156,7 @@ class LayerMeter:
             groups=groups,
             forward_seconds=bare.forward_seconds,
             backward_seconds=bare.backward_seconds,
-            whole_seconds=0.0 if whole is None else whole.forward_seconds + whole.backward_seconds,
+            whole_seconds=0.0 if whole is None else min(_seconds(whole), LESS_WORK * (_seconds(bare) - saved)),
             whole_bytes=None if whole is None else whole.kept_bytes,
             forward_peak_bytes=bare.forward_peak_bytes,
             backward_peak_bytes=bare.backward_peak_bytes,
@@ -271,6 +276,18 @@ class _Clock:
             return [after - before for before, after in pairs]
         torch.cuda.synchronize(self._device)
         return [before.elapsed_time(after) / 1000 for before, after in pairs]
+
+
+def _seconds(one: Pass) -> float:
+    return one.forward_seconds + one.backward_seconds
+
+
+def _shared_out(groups: dict[Group, GroupCost], together: float) -> dict[Group, GroupCost]:
+    """Scales what single groups save so that it adds up to what all save together: a host that is late hides some of
+    it, and single differences are noisy."""
+    alone = sum(max(0.0, cost.seconds) for cost in groups.values())
+    factor = max(0.0, together) / alone if alone > 0 else 0.0
+    return {group: replace(cost, seconds=max(0.0, cost.seconds) * factor) for group, cost in groups.items()}
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,13 @@ from finetune.optimizations.activations.planner import BudgetTooSmall, plan_acti
 from finetune.optimizations.activations.reload import Reload, padded
 from finetune.optimizations.activations.skipping import check_skipping
 from finetune.optimizations.activations.stored_outputs import StoredOutputs
-from finetune.optimizations.activations.tiles import TILE_TOKENS, MlpTiles
+from finetune.optimizations.activations.tiles import MlpTiles, tile_tokens_for
 from finetune.optimizations.activations.types import ActivationPlan, Budget, Group, LayerPlan, Link, ModelCosts, Place
 
 WORTH_A_BUFFER = 0.002
 """Share of a step that a second reload buffer has to save under `auto`."""
+WORTH_TILES = 0.05
+"""Share of a step that tiles have to save: they change the order of sums, and whole rows do not."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Activations:
         self.costs: ModelCosts | None = None
         self.plan: ActivationPlan | None = None
         self.reload: Reload | None = None
+        self.base: ModelCosts | None = None
+        """What is the same for every plan; without kinds of layers."""
         self._budget: Budget | None = None
         self._measured: dict[int | None, ModelCosts] = {}
         """Costs by the tokens of an MLP's tile; None: whole rows."""
@@ -110,7 +114,7 @@ class Activations:
             link=self._link(),
             num_buffers=1 if self._limits.double_buffered is False else 2,
         )
-        base = replace(base, fixed_bytes=base.fixed_bytes - _bytes_of(calls))
+        self.base = base = replace(base, fixed_bytes=base.fixed_bytes - _bytes_of(calls))
         self._budget = self._find_budget(base)
         self._measure(calls, base, workload)
         del calls
@@ -167,7 +171,7 @@ class Activations:
         meter = LayerMeter(self._layers, self.checkpointing, device=self._device, context=workload.context)
         tokens = max(call.hidden.numel() // call.hidden.shape[-1] for call in calls)
         failure: torch.OutOfMemoryError | None = None
-        for tile_tokens in (None, TILE_TOKENS):
+        for tile_tokens in (None, tile_tokens_for(tokens)):
             if tile_tokens is not None and (tokens <= tile_tokens or not self._is_short()):
                 continue
             with workload.context():
@@ -210,7 +214,7 @@ class Activations:
             except BudgetTooSmall as error:
                 refusals.append(error)
         if plans:
-            return min(plans, key=lambda one: one[0].step_seconds)
+            return min(plans, key=lambda one: one[0].step_seconds * (1 if one[2] is None else 1 + WORTH_TILES))
         if not refusals:
             raise BudgetTooSmall(short=("device_bytes",), device_bytes=0, activation_bytes=None, host_bytes=None)
         raise min(refusals, key=lambda error: error.device_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from finetune.optimizations.activations.measure import LayerCall, LayerMeter
 from finetune.optimizations.activations.stored_outputs import StoredOutputs
@@ -43,6 +44,8 @@ def _allowed(
             outputs.skips_last, outputs.fill = skips_last, float("nan")
             try:
                 found = meter.run(call, LayerPlan(places=dict.fromkeys(groups, Place.DEVICE))).grads
+            except CheckpointError:  # the recompute saved other tensors than forward: something more is needed
+                continue
             finally:
                 outputs.skips_last, outputs.fill = False, None
             if _are_near(found, grads, limit):

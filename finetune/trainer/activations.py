@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
+from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.optimizations.activations.describe import plan_dict, plan_lines
+from finetune.optimizations.activations.measure import CannotPlan
 from finetune.optimizations.activations.planner import BudgetTooSmall
 from finetune.optimizations.activations.runtime import Activations, Limits, Workload
 from finetune.optimizations.activations.types import GIB
@@ -46,9 +48,12 @@ def plan_activations(
     begun = time.perf_counter()
     checkpointing = recipe.training.gradient_checkpointing
     if checkpointing == "auto":
-        trainer.activations = _planned(recipe, prepared, trainer)
-        flag = reload_flag(recipe, trainer.activations)
-        lines = activation_lines(trainer.activations)
+        try:
+            trainer.activations = _planned(recipe, prepared, trainer)
+            flag = reload_flag(recipe, trainer.activations)
+            lines = activation_lines(trainer.activations)
+        except CannotPlan as error:
+            flag, lines = Applied(FLAG, "not applicable", f"{error}: {_checkpointed_plainly(trainer.trained)}"), []
     else:
         reason = f"training.gradient_checkpointing is {str(checkpointing).lower()}: nothing is planned"
         flag, lines = Applied(FLAG, "not applicable", reason), []
@@ -62,18 +67,36 @@ def plan_activations(
 
 
 def _planned(recipe: Recipe, prepared: Prepared, trainer: SftTrainer) -> Activations:
-    layers = [module for module in trainer.trained.modules() if isinstance(module, GradientCheckpointingLayer)]
     activations = Activations(
-        trainer.trained, layers, device=prepared.model.device, limits=_limits(recipe, prepared), say=trainer.say
+        trainer.trained,
+        _layers(trainer.trained),
+        device=prepared.model.device,
+        limits=_limits(recipe, prepared),
+        say=trainer.say,
     )
     try:
         with _measuring(trainer):
             activations.prepare(_workload(prepared, trainer))
+    except CannotPlan:
+        activations.close()
+        raise
     except BudgetTooSmall as error:
         fixed = 0 if activations.base is None else activations.base.fixed_bytes
         activations.close()
         raise too_small(error, fixed_bytes=fixed) from error
     return activations
+
+
+def _checkpointed_plainly(model: Any) -> str:
+    """Lets transformers checkpoint a model that cannot be planned, where it can; returns what became of it."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return "all activations are kept"
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return "layers keep their inputs and compute all else again"
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def reload_flag(recipe: Recipe, activations: Activations) -> Applied:

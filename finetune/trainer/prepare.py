@@ -194,15 +194,18 @@ def prepare(recipe: Recipe, *, say: Callable[[str], None], warn: Callable[[str],
         eval_rows=None if dataset.eval is None else _rows(dataset.eval, recipe, num_rows=num_rows),
         steps=steps,
         idle_early_stopping=explain_idle_early_stopping(recipe.evaluation, total_steps=steps.total_steps),
-        held_out=HeldOut.of(
-            recipe.evaluation,
-            _usable(dataset.references, recipe.data.max_length, say=say),
-            _own_prompts(recipe, tokenizer, date=dataset.date),
-        ),
+        held_out=_held_out(recipe, dataset, tokenizer, say=say),
         keeps_best=recipe.evaluation.every_steps is not None,
         delivers=_delivers(recipe),
         is_packed=recipe.data.packing,
     )
+
+
+def _held_out(
+    recipe: Recipe, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, say: Callable[[str], None]
+) -> HeldOut:
+    references = _usable(dataset.references, recipe.data.max_length, say=say)
+    return HeldOut.of(recipe.evaluation, references, _own_prompts(recipe, tokenizer, date=dataset.date))
 
 
 def _choose_attention(recipe: Recipe, plan: ModelPlan) -> AttentionChoice:

@@ -13,6 +13,7 @@ from tiny import make_chat_file, make_model_folder, make_recipe
 
 from finetune.errors import RecipeError
 from finetune.optimizations.activations.types import GIB
+from finetune.trainer import activations
 from finetune.trainer.activations import check_plan
 
 LAYERS, ROW = 4, 128
@@ -97,3 +98,14 @@ def test_tiles_are_measured_where_memory_is_short(tmp_path: Path, monkeypatch: p
     assert losses(tiled) == pytest.approx(losses(plain), rel=1e-5)
     tiled.activations.close()
     assert not any("forward" in vars(module) for module in tiled.trained.modules() if "MLP" in type(module).__name__)
+
+
+def test_a_model_without_such_layers_is_checkpointed_as_transformers_does(tmp_path: Path, monkeypatch: Any) -> None:
+    """It cannot be planned, is said not to be, and trains."""
+    monkeypatch.setattr(activations, "_layers", lambda model: [])
+    trainer, _, ending = build(recipe(tmp_path), with_ending=True)
+    assert trainer.activations is None
+    assert trainer.trained.get_base_model().model.layers[0].gradient_checkpointing  # pyright: ignore
+    assert [flag.state for flag in ending.applied] == ["not applicable"]
+    assert "no layers" in ending.applied[0].reason and "compute all else again" in ending.applied[0].reason
+    trainer.train()

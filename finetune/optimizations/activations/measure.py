@@ -44,6 +44,10 @@ class LayerCall:
     kwargs: dict[str, Any]
 
 
+class CannotPlan(Exception):
+    """The model's layers are not called as transformers' checkpointed layers are; the message says how."""
+
+
 class _Seen(Exception):
     """Every kind of layer was called; the rest of the forward is not needed."""
 
@@ -66,12 +70,19 @@ def capture_calls(layers: Sequence[nn.Module], kinds: Sequence[int], run: Callab
 
     Args:
         run: a forward pass of the model, without gradients.
+
+    Raises:
+        CannotPlan: there are no layers, or they are called in another way.
     """
+    if not layers:
+        raise CannotPlan("the model has no layers that transformers can checkpoint")
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     calls: dict[int, LayerCall] = {}
 
     def note(kind: int, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not args or not isinstance(args[0], torch.Tensor):
+                raise CannotPlan(f"{type(module).__name__} does not get its hidden states as its first argument")
             calls[kind] = LayerCall(index, args[0].detach().clone(), args[1:], kwargs)
             if len(calls) == len(first):
                 raise _Seen

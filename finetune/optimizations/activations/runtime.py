@@ -91,6 +91,7 @@ class Activations:
         """Measures the model, plans and puts the plan into effect.
 
         Raises:
+            CannotPlan: the model is built otherwise than transformers' decoders.
             BudgetTooSmall: nothing fits into what the machine has and the recipe allows.
             torch.OutOfMemoryError: one layer, or the LM head, does not fit.
         """

@@ -60,7 +60,7 @@ def test_forward_waits_for_copies_of_two_layers_ago(told: list[tuple[Any, ...]])
 
 
 def test_each_copy_back_is_told_before_the_layer_that_it_hides_under(told: list[tuple[Any, ...]]) -> None:
-    backward = [line for line in told[told.index(("backward",)) + 1 :]]
+    backward = told[told.index(("backward",)) + 1 :]
     waits_for_reload = [index for index, line in enumerate(backward) if line[0] == "wait" and line[1].startswith("in")]
     copies = [index for index, line in enumerate(backward) if line[0] == "in"]
     assert len(copies) == len(waits_for_reload) == 3

@@ -15,7 +15,7 @@ from finetune.recipe.schema import Recipe
 from finetune.run.environment import collect_environment
 from finetune.run.folder import RunFolder, create_run_folder, open_run_folder
 from finetune.run.output_folder import check_output_folder
-from finetune.trainer.activations import check_plan, plan_activations
+from finetune.trainer.activations import end_activations, plan_activations
 from finetune.trainer.build import build_model, build_trainer
 from finetune.trainer.checks import check_weights_are_finite
 from finetune.trainer.ending import Ending
@@ -113,7 +113,7 @@ def _train_into(
             try:
                 trainer.train_from(checkpoint, is_over=watchers.is_over)
             finally:
-                ending.checks.append(check_plan(trainer))
+                end_activations(trainer, ending)
             ending.note_training(trainer.meter, first_step_at=watchers.first_step.finished_at)
             watchers.raise_if_interrupted(trainer)
             ending.stopped_early = watchers.early_stop(trainer)

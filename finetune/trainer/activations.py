@@ -124,6 +124,17 @@ def activation_dict(activations: Activations) -> dict[str, object]:
     return plan_dict(activations.plan, activations.costs)
 
 
+def end_activations(trainer: SftTrainer, ending: Ending) -> None:
+    """Sets the plan beside what was measured, and gives back what training alone needs: the pinned pool, the reload
+    buffers, the wrapped forwards."""
+    ending.checks.append(check_plan(trainer))
+    if trainer.activations is not None:
+        ending.activation_plan = activation_dict(trainer.activations) | {
+            "in_words": activation_lines(trainer.activations)
+        }
+        trainer.activations.close()
+
+
 def check_plan(trainer: SftTrainer) -> Check:
     """Sets what the plan predicted beside what the first steps took: peak of memory, and seconds of a step."""
     name = "the plan of activations predicts the run"

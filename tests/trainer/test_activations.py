@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from tiny import make_chat_file, make_model_folder, make_recipe
 from finetune.errors import RecipeError
 from finetune.optimizations.activations.types import GIB
 from finetune.trainer import activations
-from finetune.trainer.activations import check_plan
+from finetune.trainer.activations import check_plan, end_activations
 
 LAYERS, ROW = 4, 128
 INPUT_BYTES = 2 * ROW * 64 * 4
@@ -109,3 +111,19 @@ def test_a_model_without_such_layers_is_checkpointed_as_transformers_does(tmp_pa
     assert [flag.state for flag in ending.applied] == ["not applicable"]
     assert "no layers" in ending.applied[0].reason and "compute all else again" in ending.applied[0].reason
     trainer.train()
+
+
+def test_what_training_alone_needs_is_given_back(tmp_path: Path) -> None:
+    tight = {"activation_memory": 3 * INPUT_BYTES / GIB, "host_memory": 1.0}
+    trainer, _, ending = build(recipe(tmp_path, optimizations=tight), with_ending=True)
+    assert trainer.activations is not None and trainer.activations.reload is not None
+    pool = weakref.ref(trainer.activations.reload._pool)
+    trainer.train()
+    end_activations(trainer, ending)
+    gc.collect()
+    assert pool() is None
+    assert not any(
+        "forward" in vars(module) for module in trainer.trained.modules() if "Layer" in type(module).__name__
+    )
+    assert ending.activation_plan["host_bytes"] == (LAYERS - 1) * INPUT_BYTES
+    assert [check.name for check in ending.checks] == ["the plan of activations predicts the run"]

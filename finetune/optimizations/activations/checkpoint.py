@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from finetune.optimizations.activations.phase import phase
 from finetune.optimizations.activations.record import LayerRecord
 from finetune.optimizations.activations.reload import Reload
-from finetune.optimizations.activations.types import Group, LayerPlan
+from finetune.optimizations.activations.types import Group, LayerPlan, Place
 
 LayerFunction = Callable[..., Any]
 
@@ -35,6 +35,7 @@ class Checkpointing:
         self._layers = list(layers)
         self._plans: list[LayerPlan] = []
         self._reload: Reload | None = None
+        self._last_on_host = -1
         self._last: weakref.ReferenceType[LayerRecord] | None = None
         # Tells checkpoint on which device random states are to be kept; the inputs are not handed to it.
         self._anchor = torch.empty(0, device=device)
@@ -45,11 +46,14 @@ class Checkpointing:
     def install(self, plans: Sequence[LayerPlan], reload: Reload) -> None:
         """Lets the layers run by these plans from now on."""
         self._plans, self._reload = list(plans), reload
+        on_host = [index for index, plan in enumerate(plans) if Place.HOST in plan.places.values()]
+        self._last_on_host = max(on_host, default=-1)
         for index, (layer, plan) in enumerate(zip(self._layers, plans, strict=True)):
             set_checkpoint_function(layer, None if plan.is_whole else partial(self._run, index))
 
     def remove(self) -> None:
-        """Lets the layers run without checkpoints."""
+        """Lets the layers run without checkpoints, and lets go of pool and buffers."""
+        self._reload = None
         for layer in self._layers:
             set_checkpoint_function(layer, None)
 
@@ -75,6 +79,8 @@ class Checkpointing:
 
         del hidden
         output = checkpoint(run, self._anchor, use_reentrant=False, preserve_rng_state=self._keeps_random_states)
+        if index == self._last_on_host:
+            self._reload.fetch_first(record)
         if self.on_record is not None:
             self.on_record(record)
         return output

@@ -112,7 +112,7 @@ class Reload:
         self.num_refused = 0
         """Tensors that stayed on the device since their slot was another graph's, or too small."""
         self.num_misses = 0
-        """Layers whose copy was not under way when their backward began; the first of each backward is one."""
+        """Layers whose copy was not under way when their backward began; with one buffer all of them."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -172,6 +172,12 @@ class Reload:
             self._copies.wait(loaded.filled)
         if len(self._buffers) > 1:
             self._prefetch(record.next_on_host(), after=now)
+
+    def fetch_first(self, record: LayerRecord) -> None:
+        """Called where the forward of the last record with something on the host is over: its backward comes first, so
+        its copy back begins now, under the layers and the head that follow."""
+        if len(self._buffers) > 1 and record.has_host:
+            self._prefetch(record, after=self._copies.moment())
 
     def _prefetch(self, record: LayerRecord | None, *, after: Moment | None) -> None:
         if record is None or any(buffer.belongs_to(record) for buffer in self._buffers):

@@ -69,6 +69,17 @@ def test_reloads_are_under_way_before_they_are_needed(num_buffers: int) -> None:
         assert reload.num_misses == (0 if num_buffers == 2 else 3 * number)
 
 
+@pytest.mark.parametrize("last", ["whole", "host"])
+def test_the_first_reload_of_a_backward_is_under_way_too(last: str) -> None:
+    """Also where the last layers have no record, or the last one itself is on the host."""
+    tiny = tiny_model("qwen3")
+    expected = tiny.step()
+    plans = [ON_HOST, ON_HOST, WHOLE, WHOLE] if last == "whole" else [ON_HOST] * 4
+    reload = tiny.install(plans)
+    assert_equal_steps(tiny.step(), expected)
+    assert reload.num_misses == 0
+
+
 @pytest.mark.parametrize("num_buffers", [1, 2])
 def test_two_forwards_before_a_backward(num_buffers: int) -> None:
     """The second graph finds the slots taken and keeps its tensors on the device; both get their own back."""

@@ -60,14 +60,15 @@ def test_forward_waits_for_copies_of_two_layers_ago(told: list[tuple[Any, ...]])
 
 
 def test_each_copy_back_is_told_before_the_layer_that_it_hides_under(told: list[tuple[Any, ...]]) -> None:
-    backward = told[told.index(("backward",)) + 1 :]
+    begin = told.index(("backward",))
+    first, backward = [line for line in told[:begin] if line[0] == "in"], told[begin + 1 :]
+    assert len(first) == 1  # the one that backward wants first goes under the last layer and the head
     waits_for_reload = [index for index, line in enumerate(backward) if line[0] == "wait" and line[1].startswith("in")]
     copies = [index for index, line in enumerate(backward) if line[0] == "in"]
-    assert len(copies) == len(waits_for_reload) == 3
-    # The copy of a layer is told one layer before the wait for it.
-    assert copies[0] < waits_for_reload[0] < copies[1] < waits_for_reload[1] < copies[2] < waits_for_reload[2]
-    for copy in copies:
-        _, computed, written = backward[copy]
+    assert (len(copies), len(waits_for_reload)) == (2, 3)
+    # The copy of a layer is told where the layer before it in backward begins, and waited for one layer later.
+    assert waits_for_reload[0] < copies[0] < waits_for_reload[1] < copies[1] < waits_for_reload[2]
+    for _, computed, written in [*first, *(backward[copy] for copy in copies)]:
         assert computed.startswith("compute") and written.startswith("out")
 
 

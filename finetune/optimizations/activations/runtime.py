@@ -22,7 +22,7 @@ from finetune.optimizations.activations.planner import BudgetTooSmall, plan_acti
 from finetune.optimizations.activations.reload import Reload, padded
 from finetune.optimizations.activations.skipping import check_skipping
 from finetune.optimizations.activations.stored_outputs import StoredOutputs
-from finetune.optimizations.activations.tiles import TILE_TOKENS, MlpTiles
+from finetune.optimizations.activations.tiles import TILE_TOKENS, LayerTiles, last_norm
 from finetune.optimizations.activations.types import ActivationPlan, Budget, Group, LayerPlan, Link, ModelCosts, Place
 
 WORTH_A_BUFFER = 0.002
@@ -75,13 +75,13 @@ class Activations:
         self._model, self._layers, self._device, self._limits, self._say = model, list(layers), device, limits, say
         self.checkpointing = Checkpointing(layers, device=device)
         self.outputs = StoredOutputs(self._layers)
-        self.tiles = MlpTiles(self._layers, self.outputs)
+        self.tiles = LayerTiles(self._layers, self.outputs, others=last_norm(model, self._layers))
         self.costs: ModelCosts | None = None
         self.plan: ActivationPlan | None = None
         self.reload: Reload | None = None
         self._budget: Budget | None = None
         self._measured: dict[int | None, ModelCosts] = {}
-        """Costs by the tokens of an MLP's tile; None: whole rows."""
+        """Costs by the tokens of a tile; None: whole rows."""
 
     def prepare(self, workload: Workload) -> ActivationPlan:
         """Measures the model, plans and puts the plan into effect.

@@ -60,7 +60,7 @@ def tile_mlp(
     """Replaces the forward of this one module, which `can_tile` allows, by the tiled one; returns what takes it back.
 
     Args:
-        mlp: maps a tensor `[..., H]` to one of the same shape, each token by itself.
+        mlp: maps a tensor `[..., H]` to one `[..., K]`, each token by itself; a norm or a projection as well.
         tile_tokens: the most tokens of one tile, over all rows together.
         is_output_unread: asked in each forward. Where it is true nobody will read the output (the recompute of a
             checkpoint): x is kept as ever, nothing is computed, and the output holds whatever was in its memory.
@@ -102,19 +102,20 @@ class TiledMlp:
     tile_tokens: int
     is_output_unread: Callable[[], bool]
     skip_last: Callable[[], AbstractContextManager[Any]]
-    output_dtypes: dict[object, torch.dtype] = field(default_factory=dict)
-    """What the module gave for a dtype of x under a state of autocast."""
+    output_kinds: dict[object, tuple[int, torch.dtype]] = field(default_factory=dict)
+    """Width and dtype of what the module gave for a dtype of x under a state of autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps x `[..., H]` to the module's output, of the same shape."""
+        """Maps x `[..., H]` to the module's output, `[..., K]`."""
         sites = _trained_sites(self.mlp)
         return _Tiled.apply(self, list(sites.values()), x, *sites)
 
     def compute(self, x: Tensor, autocast: _Autocast) -> Tensor:
         """The output, tile by tile, or memory of its shape where nobody reads it."""
         key = (x.dtype, autocast)
-        if key in self.output_dtypes and self.is_output_unread():
-            return x.new_empty(x.shape, dtype=self.output_dtypes[key])
+        if key in self.output_kinds and self.is_output_unread():
+            width, dtype = self.output_kinds[key]
+            return x.new_empty((*x.shape[:-1], width), dtype=dtype)
         tokens = _as_tokens(x)
         tiles = tiles_for(tokens.shape[-2], self.tile_tokens)
         with autocast.entered():
@@ -122,13 +123,13 @@ class TiledMlp:
                 output = self.untiled(tokens)
             else:
                 first = self.untiled(tokens[..., tiles[0], :])
-                output = first.new_empty(tokens.shape)
+                output = first.new_empty((*tokens.shape[:-1], first.shape[-1]))
                 output[..., tiles[0], :] = first
                 del first
                 for tile in tiles[1:]:
                     output[..., tile, :] = self.untiled(tokens[..., tile, :])
-        self.output_dtypes[key] = output.dtype
-        return output.reshape(x.shape)
+        self.output_kinds[key] = output.shape[-1], output.dtype
+        return output.reshape(*x.shape[:-1], output.shape[-1])
 
 
 class _Tiled(torch.autograd.Function):
@@ -263,7 +264,8 @@ class _Autocast:
 
 
 def can_tile(mlp: nn.Module, dtype: torch.dtype) -> Support:
-    """Says whether a module maps each token by itself: by what it is made of, then by a probe of seven tokens.
+    """Says whether an MLP, a linear layer or a norm maps each token by itself: by what it is made of, then by a probe
+    of seven tokens.
 
     Dropout is refused, since a tile's mask would not be the one of the whole row.
 
@@ -278,13 +280,14 @@ def can_tile(mlp: nn.Module, dtype: torch.dtype) -> Support:
 def _structural_fault(mlp: nn.Module) -> str | None:
     from bitsandbytes.nn.modules import Linear8bitLt
 
-    if mlp._parameters or mlp._buffers:
+    if is_norm(mlp):
+        return None
+    if (mlp._parameters or mlp._buffers) and not isinstance(mlp, nn.Linear):
         return "it has weights of its own beside its linear layers"
     known = _known_modules()
     for name, module in mlp.named_modules():
-        if module is mlp:
-            continue
-        if not isinstance(module, known) and type(module).__module__ not in ACTIVATIONS:
+        is_known = isinstance(module, known) or type(module).__module__ in ACTIVATIONS
+        if module is not mlp and not is_known:
             return f"`{name}` is a {type(module).__name__}, not known to map each token by itself"
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"`{name}` drops values at random (p = {module.p}): a tile's mask would be another"
@@ -299,6 +302,12 @@ def _structural_fault(mlp: nn.Module) -> str | None:
     if any(parameter.is_meta for parameter in mlp.parameters()):
         return "its weights are not loaded"
     return None
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it looks like a norm over the last dimension: a vector of weights, nothing inside."""
+    own = list(module.parameters())
+    return "Norm" in type(module).__name__ and not any(module.children()) and [weight.dim() for weight in own] == [1]
 
 
 def _known_modules() -> tuple[type, ...]:
@@ -320,19 +329,21 @@ def _probe_fault(mlp: nn.Module, dtype: torch.dtype) -> str | None:
 
     With gradients on, since an NF4 layer may rearrange itself for good at its first input without.
     """
-    linear = _first_linear(mlp)
+    linear = mlp if is_norm(mlp) else _first_linear(mlp)
     assert linear is not None
+    weight: Any = linear.weight
+    width = weight.shape[0] if is_norm(mlp) else linear.in_features
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(1, sum(PROBE_TOKENS), linear.in_features, generator=generator)
+    values = torch.randn(1, sum(PROBE_TOKENS), width, generator=generator)
     order = torch.randperm(sum(PROBE_TOKENS), generator=generator)
-    x = values.to(linear.weight.device, dtype).requires_grad_()
+    x = values.to(weight.device, dtype).requires_grad_()
     try:
         with torch.enable_grad(), _format_kept(mlp):
             whole = mlp(x)
             if not isinstance(whole, Tensor):
                 return f"it returns a {type(whole).__name__}, not one tensor"
-            if whole.shape != x.shape:
-                return f"it maps {list(x.shape)} to {list(whole.shape)}, not to the same shape"
+            if whole.shape[:-1] != x.shape[:-1]:
+                return f"it maps {list(x.shape)} to {list(whole.shape)}, which are not as many tokens"
             tiles = torch.cat([mlp(part) for part in x[:, order].split(PROBE_TOKENS, dim=1)], dim=1)
     except (RuntimeError, ValueError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):

@@ -97,46 +97,50 @@ class TiledMlp:
     """One module's tiled forward."""
 
     mlp: nn.Module
-    untiled: Callable[[Tensor], Tensor]
-    """The module's own forward."""
+    untiled: Callable[[Tensor], Tensor | tuple[Tensor, ...]]
+    """The module's own forward; of several outputs where `after_norm.py` puts modules together."""
     tile_tokens: int
     is_output_unread: Callable[[], bool]
     skip_last: Callable[[], AbstractContextManager[Any]]
-    output_kinds: dict[object, tuple[int, torch.dtype]] = field(default_factory=dict)
-    """Width and dtype of what the module gave for a dtype of x under a state of autocast."""
+    output_kinds: dict[object, list[tuple[int, torch.dtype]]] = field(default_factory=dict)
+    """Width and dtype of each output that the module gave for a dtype of x under a state of autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x `[..., H]` to the module's output, `[..., K]`."""
+        return self.outputs(x)[0]
+
+    def outputs(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Maps x `[..., H]` to all outputs, each `[..., K]`."""
         sites = _trained_sites(self.mlp)
         return _Tiled.apply(self, list(sites.values()), x, *sites)
 
-    def compute(self, x: Tensor, autocast: _Autocast) -> Tensor:
-        """The output, tile by tile, or memory of its shape where nobody reads it."""
+    def compute(self, x: Tensor, autocast: _Autocast) -> tuple[Tensor, ...]:
+        """The outputs, tile by tile, or memory of their shapes where nobody reads them."""
         key = (x.dtype, autocast)
         if key in self.output_kinds and self.is_output_unread():
-            width, dtype = self.output_kinds[key]
-            return x.new_empty((*x.shape[:-1], width), dtype=dtype)
+            return tuple(x.new_empty((*x.shape[:-1], width), dtype=dtype) for width, dtype in self.output_kinds[key])
         tokens = _as_tokens(x)
         tiles = tiles_for(tokens.shape[-2], self.tile_tokens)
         with autocast.entered():
-            if len(tiles) == 1:
-                output = self.untiled(tokens)
-            else:
-                first = self.untiled(tokens[..., tiles[0], :])
-                output = first.new_empty((*tokens.shape[:-1], first.shape[-1]))
-                output[..., tiles[0], :] = first
-                del first
-                for tile in tiles[1:]:
-                    output[..., tile, :] = self.untiled(tokens[..., tile, :])
-        self.output_kinds[key] = output.shape[-1], output.dtype
-        return output.reshape(*x.shape[:-1], output.shape[-1])
+            found = _several(self.untiled(tokens[..., tiles[0], :] if len(tiles) > 1 else tokens))
+            if len(tiles) > 1:
+                outputs = tuple(one.new_empty((*tokens.shape[:-1], one.shape[-1])) for one in found)
+                for tile in tiles:
+                    for output, part in zip(
+                        outputs, found or _several(self.untiled(tokens[..., tile, :])), strict=True
+                    ):
+                        output[..., tile, :] = part
+                    found = ()  # the first tile's, which would live on
+                found = outputs
+        self.output_kinds[key] = [(output.shape[-1], output.dtype) for output in found]
+        return tuple(output.reshape(*x.shape[:-1], output.shape[-1]) for output in found)
 
 
 class _Tiled(torch.autograd.Function):
     """Keeps x. The trained parameters are inputs, so that their gradients arrive once, as from any operation."""
 
     @staticmethod
-    def forward(ctx: Any, tiled: TiledMlp, sites: list[list[Site]], x: Tensor, *trained: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, tiled: TiledMlp, sites: list[list[Site]], x: Tensor, *trained: nn.Parameter) -> Any:
         ctx.tiled, ctx.sites, ctx.trained = tiled, sites, trained
         ctx.autocast = _Autocast.of(x.device.type)
         if any(ctx.needs_input_grad):
@@ -146,7 +150,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - one output
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - its base has no name for ctx
         (x,) = ctx.saved_tensors
         tiled: TiledMlp = ctx.tiled
         if ctx.versions != _versions(tiled.mlp):
@@ -157,13 +161,14 @@ class _Tiled(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[2]
         # Gradients are asked of stand-ins: a hook on a parameter would else be called for each tile.
         stand_ins = [nn.Parameter(parameter.detach()) for parameter in ctx.trained]
-        tokens, grads = _as_tokens(x), _as_tokens(grad_output)
+        tokens, grads = _as_tokens(x), [_as_tokens(grad) for grad in grad_outputs]
         grad_x = torch.empty_like(tokens, memory_format=torch.contiguous_format) if needs_x else None
         sums: list[Tensor | None] = [None] * len(stand_ins)
         with _substituted(ctx.sites, stand_ins):
             for tile in tiles_for(tokens.shape[-2], tiled.tile_tokens):
                 part = tokens[..., tile, :].detach().requires_grad_(needs_x)
-                of_tile = _tile_gradients(tiled, ctx.autocast, [part, *stand_ins], grads[..., tile, :])
+                own = [grad[..., tile, :] for grad in grads]
+                of_tile = _tile_gradients(tiled, ctx.autocast, [part, *stand_ins], own)
                 if grad_x is not None:
                     grad_x[..., tile, :] = 0 if of_tile[0] is None else of_tile[0]
                 _add(sums, of_tile[1:])
@@ -175,20 +180,27 @@ class _Tiled(torch.autograd.Function):
 
 
 def _tile_gradients(
-    tiled: TiledMlp, autocast: _Autocast, inputs: Sequence[Tensor], grad_output: Tensor
+    tiled: TiledMlp, autocast: _Autocast, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Remakes one tile, from the first input, and returns the gradients of those inputs that want one; all else that
     the tile held is free on return."""
     with torch.enable_grad(), autocast.entered(), tiled.skip_last():
-        output = tiled.untiled(inputs[0])
+        outputs = _several(tiled.untiled(inputs[0]))
     found: list[Tensor | None] = [None] * len(inputs)
     wanted = [index for index, tensor in enumerate(inputs) if tensor.requires_grad]
-    if output.requires_grad:
+    pairs = [pair for pair in zip(outputs, grad_outputs, strict=True) if pair[0].requires_grad]
+    if pairs:
         asked = [inputs[index] for index in wanted]
-        gradients = torch.autograd.grad(output, asked, grad_output, allow_unused=True)
+        gradients = torch.autograd.grad(
+            [pair[0] for pair in pairs], asked, [pair[1] for pair in pairs], allow_unused=True
+        )
         for index, gradient in zip(wanted, gradients, strict=True):
             found[index] = gradient
     return found
+
+
+def _several(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (output,) if isinstance(output, Tensor) else output
 
 
 def _add(sums: list[Tensor | None], of_tile: Sequence[Tensor | None]) -> None:
@@ -332,7 +344,7 @@ def _probe_fault(mlp: nn.Module, dtype: torch.dtype) -> str | None:
     linear = mlp if is_norm(mlp) else _first_linear(mlp)
     assert linear is not None
     weight: Any = linear.weight
-    width = weight.shape[0] if is_norm(mlp) else linear.in_features
+    width: Any = weight.shape[0] if is_norm(mlp) else linear.in_features
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(1, sum(PROBE_TOKENS), width, generator=generator)
     order = torch.randperm(sum(PROBE_TOKENS), generator=generator)

@@ -9,12 +9,14 @@ Legend: H hidden width, E width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 import torch
 from torch import nn
 
+from finetune.optimizations.activations.after_norm import AfterNorm, can_stand_in
 from finetune.optimizations.activations.phase import current_phase
 from finetune.optimizations.activations.stored_outputs import PROJECTIONS, StoredOutputs
 from finetune.optimizations.activations.tiled_mlp import Undo, can_tile, is_norm, tile_mlp
@@ -23,6 +25,9 @@ from finetune.optimizations.activations.types import Group
 TILE_TOKENS = 2048
 """Tokens of a tile: enough for products to run at their full rate on the fastest cards, and for a 14B model less memory
 than attention's backward takes from 4,096 tokens on."""
+
+AFTER_ATTENTION = "post_attention_layernorm"
+"""In most models the norm before the MLP; where there is a `pre_feedforward_layernorm`, that is."""
 
 
 class LayerTiles:
@@ -37,6 +42,7 @@ class LayerTiles:
         self, layers: Sequence[nn.Module], outputs: StoredOutputs, *, others: Sequence[nn.Module] = ()
     ) -> None:
         found = [getattr(layer, "mlp", None) for layer in layers]
+        self._layers = layers
         self._mlps = [module for module in found if isinstance(module, nn.Module)]
         self._parts = [*(part for layer in layers for part in _token_wise_parts(layer)), *others]
         self._outputs = outputs
@@ -72,11 +78,33 @@ class LayerTiles:
             for part in parts:
                 # The norm of each head is called with a head's width, H / E times for a token.
                 tokens = tile_tokens * max(1, hidden // _width(part)) if is_norm(part) else tile_tokens
-                self._undo.append(tile_mlp(part, tokens, skip_last=partial(self._outputs.remaking, part)))
-        for mlp in self._mlps:
-            skip_last = partial(self._outputs.remaking_mlp, mlp)
-            self._undo.append(tile_mlp(mlp, tile_tokens, is_output_unread=self._is_output_unread, skip_last=skip_last))
+                self._undo.append(tile_mlp(part, tokens, skip_last=self._remaking(part)))
+            for mlp in self._mlps:
+                unread, remaking = self._is_output_unread, self._remaking(mlp)
+                self._undo.append(tile_mlp(mlp, tile_tokens, is_output_unread=unread, skip_last=remaking))
+            for layer in self._layers:
+                self._put_together(layer, tile_tokens)
         return True
+
+    def _put_together(self, layer: nn.Module, tile_tokens: int) -> None:
+        """Lets a layer's norms run within what reads them."""
+        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        before_mlp = "pre_feedforward_layernorm" if hasattr(layer, "pre_feedforward_layernorm") else AFTER_ATTENTION
+        projections = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "qkv_proj")]
+        for norm, readers, unread in (
+            (getattr(layer, "input_layernorm", None), projections, _is_stored),
+            (getattr(layer, before_mlp, None), [mlp], self._is_output_unread),
+        ):
+            known = [reader for reader in readers if isinstance(reader, nn.Module)]
+            if not isinstance(norm, nn.Module) or not can_stand_in(norm, known):
+                continue
+            remaking = partial(_all, [self._remaking(reader) for reader in known])
+            joint = AfterNorm(norm, known, tile_tokens=tile_tokens, is_output_unread=unread, skip_last=remaking)
+            self._undo.append(joint.undo)
+
+    def _remaking(self, part: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+        """What a remake of this part is inside of."""
+        return partial(self._outputs.remaking_mlp if part in self._mlps else self._outputs.remaking, part)
 
     def undo(self) -> None:
         """Makes the layers whole."""
@@ -93,6 +121,20 @@ class LayerTiles:
         """Nothing reads an MLP's output in a recompute, unless the check of that very thing is under way."""
         now = current_phase()
         return now is not None and now.is_recompute and self._outputs.skips_last and self._outputs.fill is None
+
+
+def _is_stored() -> bool:
+    """Projections of which the plan has the results: nothing reads those of a recompute."""
+    now = current_phase()
+    return now is not None and now.is_recompute and now.stores(Group.QKV)
+
+
+@contextmanager
+def _all(contexts: Sequence[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
 
 
 def last_norm(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:

@@ -117,7 +117,7 @@ def test_backward_holds_less_than_half(kind: str) -> None:
             with LiveBytes() as memory:
                 tiny.model(input_ids=ids, use_cache=False, **tiny.extra).logits.float().sum().backward()
         peaks[is_tiled] = memory.peak / ids.numel() / 128
-    assert peaks[True] < 0.5 * peaks[False], peaks
+    assert peaks[True] < 0.42 * peaks[False], peaks
 
 
 def test_undo_leaves_everything_as_it_was() -> None:
@@ -127,9 +127,9 @@ def test_undo_leaves_everything_as_it_was() -> None:
     own = {name: "forward" in vars(module) for name, module in tiny.model.named_modules()}
     tiles = tiles_of(tiny)
     tiles.set(TILE)
-    parts = ("mlp", "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
-    forwards = [tiny.layers[1].get_submodule(name).forward for name in parts]
-    assert all(isinstance(forward.__self__, TiledMlp) for forward in forwards)
+    changed = {name for name, module in tiny.layers[1].named_modules() if "forward" in vars(module)}
+    parts = {"mlp", "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"}
+    assert parts | {f"self_attn.{name}_proj" for name in "qkvo"} <= changed
     tiles.undo()
     assert {name: "forward" in vars(module) for name, module in tiny.model.named_modules()} == own
     found = tiny.step()

@@ -24,3 +24,12 @@ def assert_bitwise_equal(left: dict[str, torch.Tensor], right: dict[str, torch.T
     assert left.keys() == right.keys(), left.keys() ^ right.keys()
     different = [name for name in left if not torch.equal(left[name], right[name])]
     assert not different, f"{len(different)} tensors differ, such as {different[0]}"
+
+
+def assert_as_accurate_as(
+    found: torch.Tensor, plain: torch.Tensor, true: torch.Tensor, *, margin: float, rounding: float = 1e-6
+) -> None:
+    """No farther from the truth than plain low-precision torch by more than a factor; norms over the norm of `true`."""
+    scale = true.double().norm().clamp(min=1e-30)
+    own, other = ((one.double() - true.double()).norm().div(scale).item() for one in (found, plain))
+    assert own <= margin * other + rounding, f"{own:.2e} from the truth, against {other:.2e} * {margin}"

@@ -25,7 +25,7 @@ def plan_lines(plan: ActivationPlan, costs: ModelCosts) -> list[str]:
         others = counts[len(shown) :]
         parts.append(f"{plural(sum(count for _, count in others), 'layer')} in {len(others)} other ways")
     if plan.tile_tokens is not None:
-        parts.append(f"MLPs in tiles of {plan.tile_tokens:,} tokens")
+        parts.append(f"MLPs, norms and projections in tiles of {plan.tile_tokens:,} tokens")
     lines = [f"activations: {parts[0]}"] if len(parts) == 1 else ["activations:", *(f"  {part}" for part in parts)]
     figures = [
         f"peak {_gib(plan.peak_bytes)} GiB ({_gib(costs.fixed_bytes)} fixed, "

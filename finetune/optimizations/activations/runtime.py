@@ -22,7 +22,7 @@ from finetune.optimizations.activations.planner import BudgetTooSmall, plan_acti
 from finetune.optimizations.activations.reload import Reload, padded
 from finetune.optimizations.activations.skipping import check_skipping
 from finetune.optimizations.activations.stored_outputs import StoredOutputs
-from finetune.optimizations.activations.tiles import MlpTiles, tile_tokens_for
+from finetune.optimizations.activations.tiles import LayerTiles, last_norm, tile_tokens_for
 from finetune.optimizations.activations.types import ActivationPlan, Budget, Group, LayerPlan, Link, ModelCosts, Place
 
 WORTH_A_BUFFER = 0.002
@@ -77,7 +77,7 @@ class Activations:
         self._model, self._layers, self._device, self._limits, self._say = model, list(layers), device, limits, say
         self.checkpointing = Checkpointing(layers, device=device)
         self.outputs = StoredOutputs(self._layers)
-        self.tiles = MlpTiles(self._layers, self.outputs)
+        self.tiles = LayerTiles(self._layers, self.outputs, others=last_norm(model, self._layers))
         self.costs: ModelCosts | None = None
         self.plan: ActivationPlan | None = None
         self.reload: Reload | None = None
@@ -85,7 +85,7 @@ class Activations:
         """What is the same for every plan; without kinds of layers."""
         self._budget: Budget | None = None
         self._measured: dict[int | None, ModelCosts] = {}
-        """Costs by the tokens of an MLP's tile; None: whole rows."""
+        """Costs by the tokens of a tile; None: whole rows."""
 
     def prepare(self, workload: Workload) -> ActivationPlan:
         """Measures the model, plans and puts the plan into effect.
@@ -150,7 +150,9 @@ class Activations:
         Args:
             slot_bytes: for each layer the most that it has on the host.
         """
-        self.tiles.set(tile_tokens)
+        frozen = (parameter for parameter in self._layers[0].parameters() if not parameter.requires_grad)
+        formats = [parameter.dtype for parameter in frozen if parameter.is_floating_point()]
+        self.tiles.set(tile_tokens, dtype=formats[0] if formats else torch.float32)
         pool = allocate_pool(sum(slot_bytes), device=self._device)
         self.reload = Reload(
             pool, slot_bytes, num_buffers=num_buffers, copies=copies_for(self._device), device=self._device

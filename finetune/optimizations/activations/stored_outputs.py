@@ -5,6 +5,9 @@ matter. So a projection whose result is stored has to save again what backward r
 adapter's inner product) and may leave out the frozen product. `down` of an MLP is left out without being stored:
 nothing saves its result, which is only added to the residual.
 
+A tile's remake is another matter: there the graph of the remake itself goes backward, and a frozen product that is left
+out still has to hand its gradient on (`of_gradient_alone`).
+
 Works on single module instances, as transformers' and accelerate's hooks do: their `forward` is wrapped and put back by
 `undo`. Classes, names, parameters and other models stay as they are.
 """
@@ -12,13 +15,14 @@ Works on single module instances, as transformers' and accelerate's hooks do: th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from finetune.optimizations.activations.frozen_product import of_gradient_alone
 from finetune.optimizations.activations.phase import Phase, current_phase
 from finetune.optimizations.activations.types import Group
 
@@ -45,16 +49,33 @@ class StoredOutputs:
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._layers = layers
         self._skipped: set[int] = set()
         """Base modules whose product is left out right now."""
+        self._gradient_alone: set[int] = set()
+        """Base modules of which right now the gradient alone is wanted."""
         self.skips_last = True
         """Whether `down` is left out of a recompute; wrong for a layer that reads its result, as one with a norm after
         the MLP does."""
         self.fill: float | None = None
         """What a left-out product is filled with: nothing, or a value that shows where it is read after all."""
-        for layer in layers:
+        self._wrap_all()
+
+    def _wrap_all(self) -> None:
+        for layer in self._layers:
             for name, module in layer.named_modules():
                 self._wrap(name.rpartition(".")[2], module)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Takes the wrapping off in a block, for what has to lie under it."""
+        is_wrapped = bool(self._undo)
+        self.undo()
+        try:
+            yield
+        finally:
+            if is_wrapped:
+                self._wrap_all()
 
     def undo(self) -> None:
         """Puts every `forward` back."""
@@ -104,6 +125,8 @@ class StoredOutputs:
         compute = base.forward
 
         def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if id(base) in self._gradient_alone:
+                return of_gradient_alone(base, compute, x)
             if id(base) in self._skipped or (is_last and self._leaves_out_last(current_phase())):
                 return self._left_out(compute, x, *args, **kwargs)
             return compute(x, *args, **kwargs)
@@ -114,14 +137,24 @@ class StoredOutputs:
         return self.skips_last and now is not None and now.is_recompute
 
     @contextmanager
-    def leaving_out_last(self, mlp: nn.Module) -> Iterator[None]:
+    def remaking_mlp(self, mlp: nn.Module) -> Iterator[None]:
         """Leaves out the last product of an MLP in a block, where that is allowed; what a tile's remake wants."""
-        base = base_that_can_be_left_out(getattr(mlp, LAST_OF_MLP, nn.Identity()))
-        if base is None or not self.skips_last:
+        with self.remaking(getattr(mlp, LAST_OF_MLP, nn.Identity())) if self.skips_last else nullcontext():
+            yield
+
+    @contextmanager
+    def remaking(self, projection: nn.Module) -> Iterator[None]:
+        """Leaves out the frozen product of a projection in a block whose graph goes backward and whose result nobody
+        reads."""
+        base = base_that_can_be_left_out(projection)
+        if base is None:
             yield
             return
-        with self._leaving_out(base):
+        self._gradient_alone.add(id(base))
+        try:
             yield
+        finally:
+            self._gradient_alone.discard(id(base))
 
     @contextmanager
     def _leaving_out(self, base: nn.Module) -> Iterator[None]:

@@ -60,7 +60,7 @@ def tile_mlp(
     """Replaces the forward of this one module, which `can_tile` allows, by the tiled one; returns what takes it back.
 
     Args:
-        mlp: maps a tensor `[..., H]` to one of the same shape, each token by itself.
+        mlp: maps a tensor `[..., H]` to one `[..., K]`, each token by itself; a norm or a projection as well.
         tile_tokens: the most tokens of one tile, over all rows together.
         is_output_unread: asked in each forward. Where it is true nobody will read the output (the recompute of a
             checkpoint): x is kept as ever, nothing is computed, and the output holds whatever was in its memory.
@@ -97,45 +97,50 @@ class TiledMlp:
     """One module's tiled forward."""
 
     mlp: nn.Module
-    untiled: Callable[[Tensor], Tensor]
-    """The module's own forward."""
+    untiled: Callable[[Tensor], Tensor | tuple[Tensor, ...]]
+    """The module's own forward; of several outputs where `after_norm.py` puts modules together."""
     tile_tokens: int
     is_output_unread: Callable[[], bool]
     skip_last: Callable[[], AbstractContextManager[Any]]
-    output_dtypes: dict[object, torch.dtype] = field(default_factory=dict)
-    """What the module gave for a dtype of x under a state of autocast."""
+    output_kinds: dict[object, list[tuple[int, torch.dtype]]] = field(default_factory=dict)
+    """Width and dtype of each output that the module gave for a dtype of x under a state of autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps x `[..., H]` to the module's output, of the same shape."""
+        """Maps x `[..., H]` to the module's output, `[..., K]`."""
+        return self.outputs(x)[0]
+
+    def outputs(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Maps x `[..., H]` to all outputs, each `[..., K]`."""
         sites = _trained_sites(self.mlp)
         return _Tiled.apply(self, list(sites.values()), x, *sites)
 
-    def compute(self, x: Tensor, autocast: _Autocast) -> Tensor:
-        """The output, tile by tile, or memory of its shape where nobody reads it."""
+    def compute(self, x: Tensor, autocast: _Autocast) -> tuple[Tensor, ...]:
+        """The outputs, tile by tile, or memory of their shapes where nobody reads them."""
         key = (x.dtype, autocast)
-        if key in self.output_dtypes and self.is_output_unread():
-            return x.new_empty(x.shape, dtype=self.output_dtypes[key])
+        if key in self.output_kinds and self.is_output_unread():
+            return tuple(x.new_empty((*x.shape[:-1], width), dtype=dtype) for width, dtype in self.output_kinds[key])
         tokens = _as_tokens(x)
         tiles = tiles_for(tokens.shape[-2], self.tile_tokens)
         with autocast.entered():
-            if len(tiles) == 1:
-                output = self.untiled(tokens)
-            else:
-                first = self.untiled(tokens[..., tiles[0], :])
-                output = first.new_empty(tokens.shape)
-                output[..., tiles[0], :] = first
-                del first
-                for tile in tiles[1:]:
-                    output[..., tile, :] = self.untiled(tokens[..., tile, :])
-        self.output_dtypes[key] = output.dtype
-        return output.reshape(x.shape)
+            found = _several(self.untiled(tokens[..., tiles[0], :] if len(tiles) > 1 else tokens))
+            if len(tiles) > 1:
+                outputs = tuple(one.new_empty((*tokens.shape[:-1], one.shape[-1])) for one in found)
+                for tile in tiles:
+                    for output, part in zip(
+                        outputs, found or _several(self.untiled(tokens[..., tile, :])), strict=True
+                    ):
+                        output[..., tile, :] = part
+                    found = ()  # the first tile's, which would live on
+                found = outputs
+        self.output_kinds[key] = [(output.shape[-1], output.dtype) for output in found]
+        return tuple(output.reshape(*x.shape[:-1], output.shape[-1]) for output in found)
 
 
 class _Tiled(torch.autograd.Function):
     """Keeps x. The trained parameters are inputs, so that their gradients arrive once, as from any operation."""
 
     @staticmethod
-    def forward(ctx: Any, tiled: TiledMlp, sites: list[list[Site]], x: Tensor, *trained: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, tiled: TiledMlp, sites: list[list[Site]], x: Tensor, *trained: nn.Parameter) -> Any:
         ctx.tiled, ctx.sites, ctx.trained = tiled, sites, trained
         ctx.autocast = _Autocast.of(x.device.type)
         if any(ctx.needs_input_grad):
@@ -145,7 +150,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - one output
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - its base has no name for ctx
         (x,) = ctx.saved_tensors
         tiled: TiledMlp = ctx.tiled
         if ctx.versions != _versions(tiled.mlp):
@@ -156,13 +161,14 @@ class _Tiled(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[2]
         # Gradients are asked of stand-ins: a hook on a parameter would else be called for each tile.
         stand_ins = [nn.Parameter(parameter.detach()) for parameter in ctx.trained]
-        tokens, grads = _as_tokens(x), _as_tokens(grad_output)
+        tokens, grads = _as_tokens(x), [_as_tokens(grad) for grad in grad_outputs]
         grad_x = torch.empty_like(tokens, memory_format=torch.contiguous_format) if needs_x else None
         sums: list[Tensor | None] = [None] * len(stand_ins)
         with _substituted(ctx.sites, stand_ins):
             for tile in tiles_for(tokens.shape[-2], tiled.tile_tokens):
                 part = tokens[..., tile, :].detach().requires_grad_(needs_x)
-                of_tile = _tile_gradients(tiled, ctx.autocast, [part, *stand_ins], grads[..., tile, :])
+                own = [grad[..., tile, :] for grad in grads]
+                of_tile = _tile_gradients(tiled, ctx.autocast, [part, *stand_ins], own)
                 if grad_x is not None:
                     grad_x[..., tile, :] = 0 if of_tile[0] is None else of_tile[0]
                 _add(sums, of_tile[1:])
@@ -174,20 +180,27 @@ class _Tiled(torch.autograd.Function):
 
 
 def _tile_gradients(
-    tiled: TiledMlp, autocast: _Autocast, inputs: Sequence[Tensor], grad_output: Tensor
+    tiled: TiledMlp, autocast: _Autocast, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Remakes one tile, from the first input, and returns the gradients of those inputs that want one; all else that
     the tile held is free on return."""
     with torch.enable_grad(), autocast.entered(), tiled.skip_last():
-        output = tiled.untiled(inputs[0])
+        outputs = _several(tiled.untiled(inputs[0]))
     found: list[Tensor | None] = [None] * len(inputs)
     wanted = [index for index, tensor in enumerate(inputs) if tensor.requires_grad]
-    if output.requires_grad:
+    pairs = [pair for pair in zip(outputs, grad_outputs, strict=True) if pair[0].requires_grad]
+    if pairs:
         asked = [inputs[index] for index in wanted]
-        gradients = torch.autograd.grad(output, asked, grad_output, allow_unused=True)
+        gradients = torch.autograd.grad(
+            [pair[0] for pair in pairs], asked, [pair[1] for pair in pairs], allow_unused=True
+        )
         for index, gradient in zip(wanted, gradients, strict=True):
             found[index] = gradient
     return found
+
+
+def _several(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (output,) if isinstance(output, Tensor) else output
 
 
 def _add(sums: list[Tensor | None], of_tile: Sequence[Tensor | None]) -> None:
@@ -263,7 +276,8 @@ class _Autocast:
 
 
 def can_tile(mlp: nn.Module, dtype: torch.dtype) -> Support:
-    """Says whether a module maps each token by itself: by what it is made of, then by a probe of seven tokens.
+    """Says whether an MLP, a linear layer or a norm maps each token by itself: by what it is made of, then by a probe
+    of seven tokens.
 
     Dropout is refused, since a tile's mask would not be the one of the whole row.
 
@@ -278,13 +292,14 @@ def can_tile(mlp: nn.Module, dtype: torch.dtype) -> Support:
 def _structural_fault(mlp: nn.Module) -> str | None:
     from bitsandbytes.nn.modules import Linear8bitLt
 
-    if mlp._parameters or mlp._buffers:
+    if is_norm(mlp):
+        return None
+    if (mlp._parameters or mlp._buffers) and not isinstance(mlp, nn.Linear):
         return "it has weights of its own beside its linear layers"
     known = _known_modules()
     for name, module in mlp.named_modules():
-        if module is mlp:
-            continue
-        if not isinstance(module, known) and type(module).__module__ not in ACTIVATIONS:
+        is_known = isinstance(module, known) or type(module).__module__ in ACTIVATIONS
+        if module is not mlp and not is_known:
             return f"`{name}` is a {type(module).__name__}, not known to map each token by itself"
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"`{name}` drops values at random (p = {module.p}): a tile's mask would be another"
@@ -299,6 +314,12 @@ def _structural_fault(mlp: nn.Module) -> str | None:
     if any(parameter.is_meta for parameter in mlp.parameters()):
         return "its weights are not loaded"
     return None
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it looks like a norm over the last dimension: a vector of weights, nothing inside."""
+    own = list(module.parameters())
+    return "Norm" in type(module).__name__ and not any(module.children()) and [weight.dim() for weight in own] == [1]
 
 
 def _known_modules() -> tuple[type, ...]:
@@ -320,19 +341,21 @@ def _probe_fault(mlp: nn.Module, dtype: torch.dtype) -> str | None:
 
     With gradients on, since an NF4 layer may rearrange itself for good at its first input without.
     """
-    linear = _first_linear(mlp)
+    linear = mlp if is_norm(mlp) else _first_linear(mlp)
     assert linear is not None
+    weight: Any = linear.weight
+    width: Any = weight.shape[0] if is_norm(mlp) else linear.in_features
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(1, sum(PROBE_TOKENS), linear.in_features, generator=generator)
+    values = torch.randn(1, sum(PROBE_TOKENS), width, generator=generator)
     order = torch.randperm(sum(PROBE_TOKENS), generator=generator)
-    x = values.to(linear.weight.device, dtype).requires_grad_()
+    x = values.to(weight.device, dtype).requires_grad_()
     try:
         with torch.enable_grad(), _format_kept(mlp):
             whole = mlp(x)
             if not isinstance(whole, Tensor):
                 return f"it returns a {type(whole).__name__}, not one tensor"
-            if whole.shape != x.shape:
-                return f"it maps {list(x.shape)} to {list(whole.shape)}, not to the same shape"
+            if whole.shape[:-1] != x.shape[:-1]:
+                return f"it maps {list(x.shape)} to {list(whole.shape)}, which are not as many tokens"
             tiles = torch.cat([mlp(part) for part in x[:, order].split(PROBE_TOKENS, dim=1)], dim=1)
     except (RuntimeError, ValueError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):

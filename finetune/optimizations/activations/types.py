@@ -146,6 +146,6 @@ class ActivationPlan:
     reload_fill: float = 0.0
     """Share of backward's time in which the link to the device is busy."""
     tile_tokens: int | None = None
-    """Tokens of a tile, where the MLPs run in tiles."""
+    """Tokens of a tile, where MLPs, norms and projections run in tiles."""
     stall_seconds: float = 0.0
     """A micro-batch's waits for reloads, part of `step_seconds`."""

@@ -17,6 +17,7 @@ from torch.library import Library, register_fake
 from finetune.optimizations.activations.phase import remembered
 from finetune.optimizations.activations.types import Group
 from finetune.optimizations.attention.chunks import Chunk, attend_in_chunks
+from finetune.optimizations.attention.head_groups import backward_in_groups
 from finetune.optimizations.attention.sinks import add_sinks, sinks_gradient
 from finetune.optimizations.attention.types import AttentionOptions, Boundaries
 
@@ -68,11 +69,15 @@ def _backward(
     # The kernel's state of dropout, which there is none of.
     seed = torch.zeros(2, dtype=torch.uint64, device=q_THE.device)
     unused = torch.empty(0, device=q_THE.device)
-    grads = torch.ops.aten._flash_attention_backward(
-        grad_THE.contiguous(), q_THE, k_TKE, v_TKE, out_THE, lse_HT, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
-        0.0, False, seed, unused, scale=scale, window_size_left=window_left, window_size_right=0,
-    )  # fmt: skip
-    return [*grads] if sinks_H is None else [*grads, sinks_gradient(grad_THE, out_THE, lse_HT, sinks_H)]
+
+    def kernel(grad: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), *tensors, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+            0.0, False, seed, unused, scale=scale, window_size_left=window_left, window_size_right=0,
+        )  # fmt: skip
+
+    grads = backward_in_groups(kernel, grad_THE, q_THE, k_TKE, v_TKE, out_THE, lse_HT)
+    return grads if sinks_H is None else [*grads, sinks_gradient(grad_THE, out_THE, lse_HT, sinks_H)]
 
 
 class _Differentiable(torch.autograd.Function):

@@ -9,6 +9,7 @@ import torch
 from torch import library
 
 from finetune.data.packed_metadata import build_packed_metadata
+from finetune.optimizations.attention import head_groups
 from finetune.optimizations.attention.backends import BACKENDS
 from finetune.optimizations.attention.probe import probe_backend, probed_documents
 from finetune.optimizations.attention.types import AttentionLayer, AttentionOptions
@@ -113,3 +114,24 @@ def test_flash4_is_right_with_many_documents(layer: AttentionLayer) -> None:
     assert len(several) < 256 < len(many)
     device = torch.device("cuda", 0)
     assert not probe_backend(BACKENDS["flash4"], layer, dtype=torch.bfloat16, device=device, documents=many).faults
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+def test_heads_in_groups_are_heads_at_once(monkeypatch: pytest.MonkeyPatch, has_sinks: bool) -> None:
+    """The kernel takes heads out of the middle of its tensors. Sums of query gradients are added in no fixed order."""
+    usable("varlen", [AttentionLayer(8, 4, 64)], torch.bfloat16)
+    metadata = build_packed_metadata([LENGTHS], row_length=sum(LENGTHS)).to("cuda")
+    tensors = [
+        torch.randn(1, sum(LENGTHS), heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (8, 4, 4)
+    ]
+    sinks = torch.randn(8, device="cuda", requires_grad=True) if has_sinks else None
+    options = AttentionOptions(0.125, None, None, sinks)
+    found = {}
+    for least in (2**17, 1):
+        monkeypatch.setattr(head_groups, "MIN_SLOTS", least)
+        out = BACKENDS["varlen"].attend(*tensors, boundaries=metadata, options=options)
+        wanted = tensors if sinks is None else [*tensors, sinks]
+        found[least] = torch.autograd.grad(out, wanted, torch.ones_like(out) + out.detach())
+    for one, other in zip(found[1], found[2**17], strict=True):
+        assert (one.float() - other.float()).norm() <= 1e-2 * other.float().norm()

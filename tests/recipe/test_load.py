@@ -252,7 +252,7 @@ def test_dump_names_every_key(write: Write) -> None:
     dumped = dump_recipe(load_recipe(write(MINIMAL)))
     for section in ("model", "adapter", "data", "training", "evaluation", "output"):
         assert f"{section}:\n" in dumped
-    assert "gradient_checkpointing: true" in dumped
+    assert "gradient_checkpointing: auto" in dumped
 
 
 def test_hash_follows_values_not_their_spelling(write: Write) -> None:

@@ -197,6 +197,13 @@ BROKEN = [
         "rows_per_micro_batch: 4`",
         id="micro-batch-larger-than-step",
     ),
+    pytest.param(
+        ["training.gradient_checkpointing=true", "optimizations.host_memory=4"],
+        run_rules.budgets_need_a_plan,
+        "with `training.gradient_checkpointing: true` nothing is planned",
+        "Remove `optimizations.host_memory`, or set `training.gradient_checkpointing: auto`",
+        id="budget-without-a-plan",
+    ),
     *[
         pytest.param(
             [f"evaluation.{key}={value}"],

@@ -32,6 +32,10 @@ MAY_DIFFER_ON_RESUME = (
     "output.log_every_steps",
     "output.trackers",
     "training.watch",
+    # Where activations lie between forward and backward changes no number.
+    "optimizations.activation_memory",
+    "optimizations.host_memory",
+    "optimizations.double_buffered_reload",
 )
 
 
@@ -113,8 +117,8 @@ def _train_into(
             try:
                 trainer.train_from(checkpoint, is_over=watchers.is_over)
             finally:
-                end_activations(trainer, ending)
-            ending.note_training(trainer.meter, first_step_at=watchers.first_step.finished_at)
+                ending.note_training(trainer.meter, first_step_at=watchers.first_step.finished_at)
+                end_activations(recipe, trainer, ending)
             watchers.raise_if_interrupted(trainer)
             ending.stopped_early = watchers.early_stop(trainer)
             with watchers.finishing():

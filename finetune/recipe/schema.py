@@ -323,9 +323,9 @@ class OptimizationsSection(Section):
     """Where the plan has activations on the host, fetch those of the next layer while backward computes on another
     buffer; `false` has one buffer, and copies and computing take turns. `auto` takes the second buffer where it saves
     time."""
-    activation_memory: Annotated[float, Field(ge=0.0)] | Literal["auto"] = "auto"
+    activation_memory: Annotated[float, Field(ge=0.0, le=1e6)] | Literal["auto"] = "auto"
     """GiB of the device for what backward needs, reload buffers included; `auto` takes what is free."""
-    host_memory: Annotated[float, Field(ge=0.0)] | Literal["auto"] = "auto"
+    host_memory: Annotated[float, Field(ge=0.0, le=1e6)] | Literal["auto"] = "auto"
     """GiB of pinned host memory for the rest; `auto` takes at most four fifths of what is free."""
 
 

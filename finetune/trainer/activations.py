@@ -14,6 +14,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.errors import RecipeError
 from finetune.optimizations.activations.describe import plan_dict, plan_lines
 from finetune.optimizations.activations.measure import CannotPlan
 from finetune.optimizations.activations.planner import BudgetTooSmall
@@ -43,7 +44,7 @@ def plan_activations(
 
     Raises:
         OutOfMemory: nothing fits into the memory there is.
-        RecipeError: nothing fits into the recipe's own budget.
+        RecipeError: nothing fits into the recipe's own budget, or the model cannot be planned and the recipe has one.
     """
     begun = time.perf_counter()
     checkpointing = recipe.training.gradient_checkpointing
@@ -53,6 +54,7 @@ def plan_activations(
             flag = reload_flag(recipe, trainer.activations)
             lines = activation_lines(trainer.activations)
         except CannotPlan as error:
+            _refuse_budgets(recipe, str(error))
             flag, lines = Applied(FLAG, "not applicable", f"{error}: {_checkpointed_plainly(trainer.trained)}"), []
     else:
         reason = f"training.gradient_checkpointing is {str(checkpointing).lower()}: nothing is planned"
@@ -85,6 +87,18 @@ def _planned(recipe: Recipe, prepared: Prepared, trainer: SftTrainer) -> Activat
         activations.close()
         raise too_small(error, fixed_bytes=fixed) from error
     return activations
+
+
+def _refuse_budgets(recipe: Recipe, reason: str) -> None:
+    """A budget that nothing looks at would be a setting without an effect."""
+    for name in ("activation_memory", "host_memory"):
+        value = getattr(recipe.optimizations, name)
+        if value != "auto":
+            raise RecipeError(
+                f"optimizations.{name} is {value}, but {reason}, so nothing is planned",
+                place=f"optimizations.{name}",
+                remedy=f"Remove optimizations.{name}.",
+            )
 
 
 def _checkpointed_plainly(model: Any) -> str:
@@ -124,15 +138,17 @@ def activation_dict(activations: Activations) -> dict[str, object]:
     return plan_dict(activations.plan, activations.costs)
 
 
-def end_activations(trainer: SftTrainer, ending: Ending) -> None:
+def end_activations(recipe: Recipe, trainer: SftTrainer, ending: Ending) -> None:
     """Sets the plan beside what was measured, and gives back what training alone needs: the pinned pool, the reload
     buffers, the wrapped forwards."""
     ending.checks.append(check_plan(trainer))
-    if trainer.activations is not None:
-        ending.activation_plan = activation_dict(trainer.activations) | {
-            "in_words": activation_lines(trainer.activations)
-        }
-        trainer.activations.close()
+    activations = trainer.activations
+    if activations is not None:
+        # After a step that ran out of memory the plan is another than the one that was printed.
+        flag = reload_flag(recipe, activations)
+        ending.applied = [*(one for one in ending.applied if one.flag != FLAG), flag]
+        ending.activation_plan = activation_dict(activations) | {"in_words": activation_lines(activations)}
+        activations.close()
 
 
 def check_plan(trainer: SftTrainer) -> Check:
@@ -141,7 +157,11 @@ def check_plan(trainer: SftTrainer) -> Check:
     if trainer.activations is None or trainer.activations.plan is None:
         return Check(name, None, "checkpointing is the recipe's own: nothing was planned")
     plan = trainer.activations.plan
-    records = [entry for entry in trainer.state.log_history if "step_seconds" in entry]
+    records = [
+        entry
+        for entry in trainer.state.log_history
+        if "step_seconds" in entry and entry["step"] > trainer.planned_at_step
+    ]
     steady = [entry["step_seconds"] for entry in records[WARM_UP_RECORDS:]]
     if not steady:
         return Check(name, None, "too few steps to compare with")

@@ -21,7 +21,7 @@ def too_small(error: BudgetTooSmall, *, fixed_bytes: int) -> FinetuneError:
     remedies = []
     if error.host_bytes is not None:
         remedies.append(f"optimizations.host_memory={_gib(error.host_bytes)} or more would do alone.")
-    if "activation_bytes" in error.short and error.activation_bytes is not None:
+    if error.short == ("activation_bytes",) and error.activation_bytes is not None:
         least = _gib(error.activation_bytes)
         return RecipeError(
             f"no plan of the activations fits into optimizations.activation_memory; the smallest that works is {least}",
@@ -37,10 +37,17 @@ def too_small(error: BudgetTooSmall, *, fixed_bytes: int) -> FinetuneError:
             [
                 "Lower training.rows_per_micro_batch, then data.max_length; with a LoRA adapter, set "
                 "model.quantization=nf4.",
+                *_also_short(error),
                 *remedies,
             ]
         ),
     )
+
+
+def _also_short(error: BudgetTooSmall) -> list[str]:
+    if "activation_bytes" not in error.short or error.activation_bytes is None:
+        return []
+    return [f"optimizations.activation_memory would have to be {_gib(error.activation_bytes)} or more too."]
 
 
 def _gib(num_bytes: int) -> str:

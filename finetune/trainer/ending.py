@@ -34,10 +34,6 @@ class Ending:
     """What became of the flags that are settled once the model is there."""
     activation_plan: dict[str, object] = field(default_factory=dict)
     """The plan of the activations in effect; empty where there is none."""
-    applied: list[Applied] = field(default_factory=list)
-    """What became of the flags that are settled once the model is there."""
-    activation_plan: dict[str, object] = field(default_factory=dict)
-    """The plan of the activations in effect; empty where there is none."""
     stopped_early: str = ""
     """Why the run ended before all of its steps, where the recipe asked for that."""
     report: dict[str, Any] = field(default_factory=dict)

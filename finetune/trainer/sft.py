@@ -100,6 +100,8 @@ class SftTrainer(SavingTrainer):
         self.activations: Activations | None = None
         """Set where checkpoints follow a plan."""
         self._replanning: ReplanningStep | None = None
+        self.planned_at_step = 0
+        """Steps that were done when the plan in effect was made, of this start of the run."""
 
     def train_from(self, checkpoint: Path | None, *, is_over: bool = False) -> None:
         """Trains from the beginning, or on from a checkpoint; one that holds the last step is only loaded, since
@@ -111,6 +113,7 @@ class SftTrainer(SavingTrainer):
         if self.args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the peak that is logged is of training
         step = checkpoint_step(checkpoint) if checkpoint else None
+        self.planned_at_step, self._replanning = step or 0, None
         if checkpoint is None or step is None:
             self.train()
         elif step < self.args.max_steps and not is_over:
@@ -178,7 +181,9 @@ class SftTrainer(SavingTrainer):
         self._aux_losses_before_step = len(self._aux_losses)
 
     def _forget_step(self) -> None:
-        """Takes back the gradients, and the auxiliary losses, of the step under way."""
+        """Takes back the gradients, and the auxiliary losses, of the step under way, which has another plan from now
+        on."""
+        self.planned_at_step = self.state.global_step + 1
         self.trained.zero_grad(set_to_none=True)
         del self._aux_losses[self._aux_losses_before_step :]
 

@@ -28,7 +28,7 @@ class Case:
 
     values: tuple[Any, ...]
     states: tuple[str, ...] = ()
-    """What the flag's line says of each; none where the field is no flag."""
+    """What the flag's line may say of each, separated by `|`; none where the field is no flag."""
     beside: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
 
@@ -37,7 +37,7 @@ CASES = {
     "packed_metadata_cache": Case(
         (True, False, "auto"), ("on", "off", "on"), training={"gradient_checkpointing": True}
     ),
-    "double_buffered_reload": Case((True, False, "auto"), ("on", "off", "on"), beside=TIGHT),
+    "double_buffered_reload": Case((True, False, "auto"), ("on", "off", "on|off"), beside=TIGHT),
     "activation_memory": Case(("auto", TIGHT["activation_memory"], 1.0), beside={"host_memory": 1.0}),
     "host_memory": Case(("auto", 1.0, 2.0), beside={"activation_memory": 8 * INPUT_BYTES / GIB}),
 }
@@ -72,7 +72,7 @@ def test_off_equals_on(tmp_path: Path, flag: str, kind: str, attention: str) -> 
     results = []
     for number, value in enumerate(case.values):
         trainer, states = run(tmp_path, f"{number}", attention, case.beside | {flag: value}, case.training)
-        assert not case.states or states[flag] == case.states[number], states
+        assert not case.states or states[flag] in case.states[number].split("|"), states
         weights = {name: p for name, p in trainer.trained.state_dict().items() if "lora" in name}
         results.append((losses(trainer), weights))
     for trace, weights in results[1:]:

@@ -15,6 +15,7 @@ from tiny import make_chat_file, make_model_folder, make_recipe
 
 from finetune.errors import RecipeError
 from finetune.optimizations.activations.types import GIB
+from finetune.recipe.schema import Recipe
 from finetune.trainer import activations
 from finetune.trainer.activations import check_plan, end_activations
 
@@ -115,11 +116,12 @@ def test_a_model_without_such_layers_is_checkpointed_as_transformers_does(tmp_pa
 
 def test_what_training_alone_needs_is_given_back(tmp_path: Path) -> None:
     tight = {"activation_memory": 3 * INPUT_BYTES / GIB, "host_memory": 1.0}
-    trainer, _, ending = build(recipe(tmp_path, optimizations=tight), with_ending=True)
+    made = recipe(tmp_path, optimizations=tight)
+    trainer, _, ending = build(made, with_ending=True)
     assert trainer.activations is not None and trainer.activations.reload is not None
     pool = weakref.ref(trainer.activations.reload._pool)
     trainer.train()
-    end_activations(trainer, ending)
+    end_activations(Recipe.model_validate(made), trainer, ending)
     gc.collect()
     assert pool() is None
     assert not any(
@@ -127,3 +129,10 @@ def test_what_training_alone_needs_is_given_back(tmp_path: Path) -> None:
     )
     assert ending.activation_plan["host_bytes"] == (LAYERS - 1) * INPUT_BYTES
     assert [check.name for check in ending.checks] == ["the plan of activations predicts the run"]
+
+
+def test_a_budget_for_a_model_that_cannot_be_planned_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(activations, "_layers", lambda model: [])
+    with pytest.raises(RecipeError, match="no layers") as caught:
+        build(recipe(tmp_path, optimizations={"host_memory": 1.0}))
+    assert caught.value.place == "optimizations.host_memory"

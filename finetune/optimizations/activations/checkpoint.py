@@ -103,12 +103,16 @@ def _note_done(record: weakref.ReferenceType[LayerRecord], grad: torch.Tensor) -
         alive.is_done = True
 
 
+NOISE = ("attention_dropout", "jitter_noise", "router_jitter_noise", "input_jitter_noise")
+"""Attributes by which transformers' layers draw random numbers without a module for it."""
+
+
 def _draws(layer: nn.Module) -> bool:
     """Whether a layer draws random numbers: dropout, or the noise of an MoE's router."""
     for module in layer.modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return True
-        noise = [getattr(module, name, 0) for name in ("attention_dropout", "jitter_noise", "router_jitter_noise")]
+        noise = [getattr(module, name, 0) for name in NOISE]
         if any(isinstance(value, float) and value > 0 for value in noise):
             return True
     return False

@@ -21,21 +21,29 @@ class HeadCosts:
 
 
 def measure_head(
-    layers: Sequence[nn.Module], loss: Callable[[], torch.Tensor], *, device: torch.device, repetitions: int = 3
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    loss: Callable[[], torch.Tensor],
+    *,
+    device: torch.device,
+    repetitions: int = 3,
 ) -> HeadCosts:
     """Runs the model without its layers; gradients that are there stay as they are.
 
     Args:
+        model: what is trained of it outside the layers gets its gradient too.
         layers: what is left out: each hands its hidden states on.
         loss: computes the loss of a micro-batch, with its graph, without an MoE's auxiliary loss.
     """
     seconds, peak = [], 0
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    trained = [one for one in model.parameters() if one.requires_grad and one not in inside]
     with _left_out(layers) as handed_on:
         for _ in range(repetitions):
             before = _allocated(device)
             begun = time.perf_counter()
             value = loss()
-            torch.autograd.grad(value, handed_on.pop())
+            torch.autograd.grad(value, [handed_on.pop(), *trained], allow_unused=True)
             del value
             peak = max(peak, _allocated(device, peak=True) - before)
             seconds.append(time.perf_counter() - begun)

@@ -65,12 +65,12 @@ def allocate_pool(num_bytes: int, *, device: torch.device) -> HostPool:
         )
     pool = HostPool(data, is_pinned=True)
     # A storage has no Python object that lives as long as it does; the pool has.
-    weakref.finalize(pool, _unpin, data)
+    weakref.finalize(pool, _unpin, data, device)
     return pool
 
 
-def _unpin(data: torch.Tensor) -> None:
+def _unpin(data: torch.Tensor, device: torch.device) -> None:
     """Gives memory back to the system's pager, once no copy can be under way."""
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     runtime: Any = torch.cuda.cudart()
     runtime.cudaHostUnregister(data.data_ptr())

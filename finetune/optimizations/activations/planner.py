@@ -9,12 +9,14 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from finetune.optimizations.activations.arrange import LayerClass, arrange
 from finetune.optimizations.activations.assess import LayerFigures, assess_plan, layer_figures, work_bytes
 from finetune.optimizations.activations.search import MAX_FILL, fastest_layers, usable_host_bytes
 from finetune.optimizations.activations.types import ActivationPlan, Budget, Group, LayerPlan, ModelCosts, Place
 
+_MOST_WAYS = 20_000
 _ROUNDS = 3
 _WORTH_A_ROUND = 0.01
 """Share of the device's budget that is worth another search."""
@@ -112,13 +114,23 @@ def _inputs_alone(costs: ModelCosts, host_limit: int) -> Iterator[_Inputs]:
     available = [costs.layers[:-1].count(kind) for kind in range(len(inputs))]
     backward = sum(costs.kinds[kind].backward_seconds for kind in costs.layers)
     limit = min(host_limit, MAX_FILL * backward * costs.link.to_device_bytes_per_second)
-    for counts in product(*(range(number + 1) for number in available)):
+    for counts in _counts(available):
         host = sum(count * size for count, size in zip(counts, inputs, strict=True))
         if host > limit:
             continue
         largest = max((size for count, size in zip(counts, inputs, strict=True) if count), default=0)
         stored = total - host + costs.num_buffers * largest
         yield _Inputs(counts, host, stored, stored + work_bytes(costs, largest_host_bytes=largest))
+
+
+def _counts(available: list[int]) -> Iterator[tuple[int, ...]]:
+    """Yields how many layers of each kind have their input on the host: all ways, or where kinds are many, the kinds
+    one after the other."""
+    if prod(number + 1 for number in available) <= _MOST_WAYS:
+        yield from product(*(range(number + 1) for number in available))
+        return
+    for first in range(len(available) + 1):
+        yield tuple(number if index < first else 0 for index, number in enumerate(available))
 
 
 def _least_layers(costs: ModelCosts, budget: Budget) -> list[LayerPlan]:

@@ -99,7 +99,7 @@ class Activations:
         kinds = kinds_of(self._layers)
         with torch.no_grad():
             calls = capture_calls(self._layers, kinds, workload.forward)
-        head = measure_head(self._layers, workload.loss, device=self._device)
+        head = measure_head(self._model, self._layers, workload.loss, device=self._device)
         base = ModelCosts(
             kinds=(),
             layers=kinds,
@@ -247,9 +247,13 @@ class Activations:
         if host is None:
             # On a CPU there is nowhere else to go, unless the recipe asks for it.
             host = int(available * HOST_SHARE) if self._device.type == "cuda" else 0
-        elif host > available:
-            self._say(f"optimizations.host_memory is {host / 2**30:.1f} GiB, but only {available / 2**30:.1f} are free")
-            host = available
+        elif host > available * HOST_SHARE:
+            usable = int(available * HOST_SHARE)
+            self._say(
+                f"optimizations.host_memory is {host / 2**30:.1f} GiB, but only {available / 2**30:.1f} are free: "
+                f"{usable / 2**30:.1f} are used at most"
+            )
+            host = usable
         capacity = device_capacity(self._device, available_host=available)
         return Budget(
             device_bytes=capacity - costs.fixed_bytes, host_bytes=host, activation_bytes=self._limits.activation_bytes

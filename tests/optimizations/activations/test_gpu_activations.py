@@ -136,7 +136,6 @@ def test_memory_returns_to_its_start() -> None:
     del reload
     tiny.reload = None
     tiny.checkpointing.remove()
-    tiny.checkpointing._reload = None
     gc.collect()
     assert torch.cuda.memory_allocated() == before
 

@@ -96,7 +96,7 @@ def test_the_head_is_measured_without_the_layers() -> None:
     before = tiny.loss().detach()
     assert called
     called.clear()
-    costs = measure_head(tiny.layers, tiny.loss, device=tiny.device, repetitions=2)
+    costs = measure_head(tiny.model, tiny.layers, tiny.loss, device=tiny.device, repetitions=2)
     assert costs.seconds > 0 and not called
     assert not any("forward" in vars(layer) for layer in tiny.layers)
     assert all(parameter.grad is None for parameter in tiny.model.parameters())

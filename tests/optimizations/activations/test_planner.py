@@ -347,3 +347,16 @@ def test_planning_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_many_kinds_of_layers_are_planned_in_time() -> None:
+    """Also where nothing fits, and every way to offload was looked at."""
+    one = small_costs()
+    kinds = tuple(replace(one.kinds[0], backward_peak_bytes=700 + number) for number in range(16))
+    costs = replace(one, kinds=kinds, layers=tuple(range(16)) * 2)
+    start = time.process_time()
+    with pytest.raises(BudgetTooSmall) as caught:
+        plan_activations(costs, Budget(device_bytes=1, host_bytes=10**9))
+    assert time.process_time() - start < 5.0
+    enough = Budget(device_bytes=caught.value.device_bytes, host_bytes=10**9)
+    assert keeps_to(plan_activations(costs, enough), costs, enough)

@@ -32,6 +32,13 @@ def test_everything_may_be_left_out_of_usual_layers(kind: str) -> None:
     assert tiny.outputs.skips_last and tiny.outputs.fill is None
 
 
+def test_dropout_is_the_same_in_what_is_compared() -> None:
+    """Other masks in each run would refuse everything."""
+    tiny = tiny_model("qwen3", dropout=0.3)
+    assert checked(tiny) == frozenset(Group)
+    assert tiny.outputs.skips_last
+
+
 def test_a_norm_after_the_mlp_reads_what_down_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     gemma = {"model_type": "gemma2", "query_pre_attn_scalar": 16, "sliding_window": 16, "tie_word_embeddings": True}
     monkeypatch.setitem(KINDS, "gemma2", gemma)

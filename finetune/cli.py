@@ -104,15 +104,18 @@ def train(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does, with its report
     console = Console(is_json=is_json, is_plain=plain)
     loaded = _load(recipe, overrides)
+    place_note = ""
     if resume:
-        loaded = _in_its_folder(loaded, recipe, overrides, console)
+        loaded, place_note = _in_its_folder(loaded, recipe, overrides)
     require_trackers(loaded.output.trackers)
     try:
         try:
             from finetune.train import train as run_training
         except ModuleNotFoundError as error:
             raise _missing_package(error) from error
-        outcome = run_training(loaded, console=console, dry_run=dry_run, resume=resume, started=started)
+        outcome = run_training(
+            loaded, console=console, dry_run=dry_run, resume=resume, place_note=place_note, started=started
+        )
     except KeyboardInterrupt as stop:
         # Typer would turn this into a bare exit. During training, train() saves and raises Interrupted itself.
         remedy = "Give the command again, with --resume where the run folder holds a checkpoint."
@@ -179,15 +182,18 @@ def _load(recipe: str, overrides: list[str] | None) -> Recipe:
     return loaded
 
 
-def _in_its_folder(recipe: Recipe, path: str, overrides: list[str] | None, console: Console) -> Recipe:
-    """Lets a run be continued where it lies: the `recipe.yaml` of a run folder stands for that folder."""
+def _in_its_folder(recipe: Recipe, path: str, overrides: list[str] | None) -> tuple[Recipe, str]:
+    """Lets a run be continued where it lies: the `recipe.yaml` of a run folder stands for that folder.
+
+    Returns the recipe, and a note where its `output.dir` names another folder.
+    """
     folder = folder_to_continue(path, overrides or [])
     if folder is None:
-        return recipe
-    written = Path(recipe.output.dir)
+        return recipe, ""
+    written, note = Path(recipe.output.dir), ""
     if written.resolve() != folder.resolve():
-        console.note(f"the run in {folder} is continued, in which the recipe lies; its output.dir says {written}")
-    return recipe.model_copy(update={"output": recipe.output.model_copy(update={"dir": str(folder)})})
+        note = f"the run in {folder} is continued, in which the recipe lies; its output.dir says {written}"
+    return recipe.model_copy(update={"output": recipe.output.model_copy(update={"dir": str(folder)})}), note
 
 
 def _needs_hub(recipe: Recipe) -> bool:

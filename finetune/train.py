@@ -53,7 +53,13 @@ class TrainOutcome:
 
 
 def train(
-    recipe: Recipe, *, console: Console, dry_run: bool = False, resume: bool = False, started: float | None = None
+    recipe: Recipe,
+    *,
+    console: Console,
+    dry_run: bool = False,
+    resume: bool = False,
+    place_note: str = "",
+    started: float | None = None,
 ) -> TrainOutcome:
     """Runs a recipe.
 
@@ -61,6 +67,7 @@ def train(
         started: `time.perf_counter` when the command began, from which times are counted; none takes now.
         dry_run: stop before the weights, after data and plan were checked; nothing is written but the data cache.
         resume: continue the run in `output.dir` from its newest complete checkpoint.
+        place_note: printed once it is sure that the run is continued: where, if that is not where the recipe says.
 
     Raises:
         FinetuneError: of the class that says what went wrong; a run that had begun keeps its folder and report.
@@ -79,6 +86,8 @@ def train(
     prepared = prepare(recipe, say=console.line, warn=console.warning)
     show_plan(console, prepared)
     if dry_run:
+        if place_note:
+            console.note(place_note)
         console.line(f"dry run: nothing wrong was found; the run would write into {folder}", style="bold")
         details = {"trained": prepared.trained_dict(), "ledgers": prepared.ledgers_dict()}
         return TrainOutcome("dry-run", None, prepared.plan_dict(), details)
@@ -89,6 +98,9 @@ def train(
         environment = collect_environment()
         run = create_run_folder(folder, recipe_text=dump_recipe(recipe), recipe_hash=digest, environment=environment)
     run.require_same_data(prepared.data_digest(), date=prepared.dataset.date, hub_commits=prepared.dataset.hub_commits)
+    run.record_inputs(values)
+    if place_note:
+        console.note(place_note)
 
     ending = _train_into(run, recipe, prepared, console=console, resume=resume, started=started)
     show_result(console, run, ending.report)
@@ -100,7 +112,7 @@ def _train_into(
 ) -> Ending:
     """Trains into the run's folder and returns how it ended; whatever happens here, the run's report says so."""
     with run.lock(), folder_in_place(run), closing_report(run, recipe, prepared, started=started) as ending:
-        checkpoint = run.settle_checkpoints().latest if resume else None
+        checkpoint = run.settle_checkpoints(say=console.note).latest if resume else None
         model = build_model(recipe, prepared, say=console.warning, ending=ending)
         with watch(run, recipe, checkpoint, console=console) as watchers:
             trainer = build_trainer(recipe, prepared, model=model, run=run, callbacks=watchers.callbacks)

@@ -39,10 +39,12 @@ def register(app: typer.Typer) -> None:
 
 
 @recipes.callback()
-def recipes_root(context: typer.Context) -> None:
+def recipes_root(context: typer.Context, is_json: JsonOption = False) -> None:
     """List, show and copy the recipes that come with the program."""
     if context.invoked_subcommand is None:
-        list_recipes()
+        list_recipes(is_json)
+    elif is_json:  # before the name of the command it means the same as after it
+        context.default_map = {context.invoked_subcommand: {"is_json": True}}
 
 
 @recipes.command(name="list")

@@ -2,12 +2,14 @@
 
 The new weights are written beside the old ones, which go only after the new ones are complete on the disk. So a run
 that is killed at any moment leaves one complete set of weights, in `best/` or in `best.new/`; `settle_best` puts the
-latter in its place.
+latter in its place. `fault_of_best` compares checksums, before weights are relied on that an earlier start wrote, and
+before they are delivered.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.run.atomic import sync_folder, write_json
-from finetune.run.checkpoints import MARKER, fault_of, mark_complete
+from finetune.run.checkpoints import MARKER, damage_of, fault_of, mark_complete
 
 RECORD = "best.json"
 """Says of which step the weights are, and their held-out loss."""
@@ -31,11 +33,23 @@ class Best:
 
 
 def read_best(folder: Path) -> Best | None:
-    """Returns what lies in `folder`, or None where nothing complete does."""
+    """Returns what lies in `folder`, or None where nothing complete does; no weights are read."""
     if fault_of(folder) is not None:
         return None
-    record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    return Best(folder, record["step"], record["eval_loss"])
+    record = _read_record(folder)
+    return None if record is None else Best(folder, *record)
+
+
+def fault_of_best(folder: Path) -> str | None:
+    """Returns why the weights in `folder` are not those that were written, or None; reads all of them."""
+    fault = fault_of(folder) or damage_of(folder)
+    return f"its {RECORD} is damaged" if fault is None and _read_record(folder) is None else fault
+
+
+def forget_best(folder: Path) -> None:
+    """Removes what lies in `folder`."""
+    shutil.rmtree(folder)
+    sync_folder(folder.parent)
 
 
 def settle_best(folder: Path) -> Best | None:
@@ -85,6 +99,16 @@ def _link_or_copy(source: str, target: str) -> None:
             shutil.copy2(source, target)
     else:
         shutil.copy2(source, target)
+
+
+def _read_record(folder: Path) -> tuple[int, float] | None:
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        step, eval_loss = record["step"], record["eval_loss"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    is_number = isinstance(eval_loss, int | float) and math.isfinite(eval_loss)
+    return (step, float(eval_loss)) if isinstance(step, int) and is_number else None
 
 
 def _new(folder: Path) -> Path:

@@ -3,7 +3,8 @@
 A run that is killed while a checkpoint is written, or while an old one is removed, leaves a folder without a marker or
 with files that do not match it. Such a folder is never resumed from. Sizes are compared wherever checkpoints are
 listed, checksums once, before a run goes on. They are CRC-32: they are to tell damage, not forgery, and 4 GiB a second
-(measured on one core, from memory) cost little beside the writing.
+(measured on one core, from memory) cost little beside the writing. Where a marker has none, as those of earlier
+versions, the files are looked at instead.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from finetune.run.atomic import sync_file, sync_folder, write_json
+from finetune.run.readable import unreadable_file
 
 MARKER = "complete.json"
 """Name of the marker inside a checkpoint folder."""
@@ -90,18 +94,32 @@ def scan_checkpoints(folder: Path) -> CheckpointScan:
     return CheckpointScan(tuple(complete), tuple(incomplete))
 
 
-def settle_checkpoints(folder: Path) -> CheckpointScan:
+def settle_checkpoints(folder: Path, *, say: Callable[[str], None] = lambda text: None) -> CheckpointScan:
     """Sorts checkpoints as `scan_checkpoints` does, having read the newest ones, down to one that is as it was written.
 
     A damaged one gets a marker that says so: it is incomplete for whoever looks from now on, and does not stand in the
-    way of those that the continued run writes.
+    way of those that the continued run writes. One without a marker before a complete one is what a cut off removal
+    left, and goes.
+
+    Args:
+        say: prints a line about each that is removed.
     """
     for path in reversed(scan_checkpoints(folder).complete):
-        damage = _damage_of(path)
+        damage = damage_of(path)
         if damage is None:
             break
         write_json(path / MARKER, {"marker_version": MARKER_VERSION, "step": checkpoint_step(path), "damage": damage})
-    return scan_checkpoints(folder)
+    scan = scan_checkpoints(folder)
+    newest_step = checkpoint_step(scan.latest) or 0 if scan.latest else 0
+    leftovers = [
+        item.path
+        for item in scan.incomplete
+        if (checkpoint_step(item.path) or 0) < newest_step and item.path.is_dir() and not (item.path / MARKER).exists()
+    ]
+    for path in leftovers:
+        remove_checkpoint(path)
+        say(f"{path}, whose removal had not ended, is removed")
+    return scan_checkpoints(folder) if leftovers else scan
 
 
 def what_is_left(folder: Path) -> str:
@@ -140,17 +158,18 @@ def fault_of(checkpoint_dir: Path) -> str | None:
     if not checkpoint_dir.is_dir():
         return "it is not a folder"
     try:
-        marker = json.loads((checkpoint_dir / MARKER).read_text(encoding="utf-8"))
-        if "damage" in marker:
-            return str(marker["damage"])
-        files = dict(marker["files"])
+        marker = _read_marker(checkpoint_dir)
     except FileNotFoundError:
-        return f"it has no {MARKER}: writing it did not end"
-    except (ValueError, KeyError, TypeError):
+        return f"it has no {MARKER}: writing it, or removing it, did not end"
+    except OSError as error:
+        return f"its {MARKER} cannot be read: {error.strerror}"
+    except ValueError:
         return f"its {MARKER} is damaged"
-    if not files:
+    if "damage" in marker:
+        return marker["damage"]
+    if not marker["files"]:
         return f"its {MARKER} lists no files"
-    for name, size in files.items():
+    for name, size in marker["files"].items():
         path = checkpoint_dir / name
         if not os.path.isfile(path):
             return f"{name} is missing"
@@ -159,10 +178,15 @@ def fault_of(checkpoint_dir: Path) -> str | None:
     return None
 
 
-def _damage_of(checkpoint_dir: Path) -> str | None:
-    """Returns which file of a complete checkpoint is not what was written; None also where no checksum was kept."""
-    marker = json.loads((checkpoint_dir / MARKER).read_text(encoding="utf-8"))
-    for name, checksum in dict(marker.get("checksums") or {}).items():
+def damage_of(checkpoint_dir: Path) -> str | None:
+    """Returns which file of a complete folder is not what was written, or None; reads all of them.
+
+    Where no checksums were kept, damage is found as far as a file can then no longer be read.
+    """
+    marker = _read_marker(checkpoint_dir)
+    if not marker.get("checksums"):
+        return unreadable_file(checkpoint_dir, list(marker["files"]))
+    for name, checksum in marker["checksums"].items():
         try:
             is_same = _checksum(checkpoint_dir / name) == checksum
         except OSError as error:
@@ -170,6 +194,25 @@ def _damage_of(checkpoint_dir: Path) -> str | None:
         if not is_same:
             return f"{name} was damaged since it was written: its checksum is another"
     return None
+
+
+def _read_marker(checkpoint_dir: Path) -> dict[str, Any]:
+    """Returns the marker: with `damage`, or else with `files` and, but for those of earlier versions, `checksums`.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        ValueError: it is damaged.
+    """
+    marker = json.loads((checkpoint_dir / MARKER).read_text(encoding="utf-8"))
+    if not isinstance(marker, dict):
+        raise ValueError("not an object")
+    if isinstance(marker.get("damage"), str):
+        return marker
+    for key, kind in (("files", int), ("checksums", str)):
+        listed = marker.get(key, {} if key == "checksums" else None)
+        if not isinstance(listed, dict) or not all(isinstance(value, kind) for value in listed.values()):
+            raise ValueError(f"wrong {key}")
+    return marker
 
 
 def _checksum(path: Path) -> str:

@@ -16,7 +16,7 @@ report.json, report.html, curves.png
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,6 +27,7 @@ from finetune.errors import DataError, EnvironmentProblem, RecipeError
 from finetune.run.atomic import overwrite_json, write_json, write_text
 from finetune.run.checkpoints import CheckpointScan, scan_checkpoints, settle_checkpoints
 from finetune.run.disk import is_disk_full
+from finetune.run.inputs import fingerprints
 from finetune.run.lock import lock_folder
 
 SCHEMA_VERSION = 1
@@ -153,14 +154,24 @@ class RunFolder:
                 ),
             )
 
+    def record_inputs(self, recipe: Mapping[str, object]) -> None:
+        """Records what tells the recipe's inputs again at another place, unless it is recorded.
+
+        Args:
+            recipe: the resolved recipe as plain dicts and lists.
+        """
+        manifest = self.manifest()
+        if "inputs" not in manifest:
+            write_json(self.manifest_path, manifest | {"inputs": fingerprints(recipe)})
+
     def scan_checkpoints(self) -> CheckpointScan:
         """Returns the complete checkpoints, oldest first, and the incomplete ones with the reason."""
         return scan_checkpoints(self.checkpoints_dir)
 
-    def settle_checkpoints(self) -> CheckpointScan:
+    def settle_checkpoints(self, *, say: Callable[[str], None] = lambda text: None) -> CheckpointScan:
         """Returns the same for a run that goes on: what was damaged since it was written counts as incomplete from now
-        on."""
-        return settle_checkpoints(self.checkpoints_dir)
+        on, and what a removal left is removed, of which `say` prints a line."""
+        return settle_checkpoints(self.checkpoints_dir, say=say)
 
     def latest_checkpoint(self) -> Path | None:
         """Returns the newest complete checkpoint; `scan_checkpoints` tells which ones were passed over."""

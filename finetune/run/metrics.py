@@ -16,6 +16,8 @@ from finetune.run.atomic import write_text
 from finetune.run.json_lines import read_json_lines
 
 MetricsRecord = dict[str, Any]
+_KINDS = ("train", "spike", "eval", "scores")
+"""Kinds of lines, in the order in which those of one step are written."""
 
 
 class MetricsWriter:
@@ -59,6 +61,20 @@ def keep_until(path: Path, step: int) -> None:
     write_text(path, "".join(_line(record) for record in kept))
 
 
+def add_lost(path: Path, known: Sequence[Mapping[str, object]]) -> list[int]:
+    """Writes those of `known` into a metrics file that have no line of their kind and step there, each at its place.
+
+    Returns the steps of the lines that were lost, in order.
+    """
+    records = read_metrics(path)
+    present = {(record.get("kind"), record["step"]) for record in records}
+    lost = [record for record in known if (record.get("kind"), record["step"]) not in present]
+    if lost:
+        merged = sorted([*records, *lost], key=_place)
+        write_text(path, "".join(_line(record) for record in merged))
+    return sorted({step for record in lost if isinstance(step := record["step"], int)})
+
+
 def append_records(path: Path, records: Sequence[Mapping[str, object]]) -> None:
     """Appends records to a file of such lines, as `MetricsWriter` does for one that stays open."""
     text = "".join(_line(record) for record in records)
@@ -95,6 +111,11 @@ def read_metrics(path: Path) -> list[MetricsRecord]:
                 remedy="Remove or mend the line; the run's checkpoints and artifacts do not depend on it.",
             )
     return records
+
+
+def _place(record: Mapping[str, Any]) -> tuple[int, int]:
+    kind = record.get("kind")
+    return record["step"], _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
 
 
 def _line(record: Mapping[str, object]) -> str:

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -14,6 +15,7 @@ from finetune.recipe.load import values_hash
 from finetune.recipe.paths import absolute
 from finetune.run.disk import nearest_existing_folder
 from finetune.run.folder import ENDED_WELL, RunFolder, occupied, read_manifest, unwritable
+from finetune.run.inputs import fingerprint, input_key, value_at
 from finetune.run.lock import require_unlocked
 
 
@@ -104,7 +106,7 @@ def _check_resume(
         )
     if stored_hash == recipe_hash:
         return
-    named = ""
+    named, remedy = "", "Continue with the run's own recipe.yaml, or start a new run with another output.dir."
     if recipe is not None:
         stored = _read_recipe(run.recipe_path)
         if values_hash(stored) != stored_hash:
@@ -113,15 +115,49 @@ def _check_resume(
                 place=str(run.recipe_path),
                 remedy="Put it back as it was, or start a new run with another output.dir.",
             )
-        strict = [key for key in differing_keys(stored, recipe) if not _is_covered(key, may_differ)]
+        strict = [
+            key
+            for key in differing_keys(stored, recipe)
+            if not _is_covered(key, may_differ) and not _is_moved(key, recipe, manifest)
+        ]
         if not strict:
             return
         named = ": " + ", ".join(strict)
+        if all(map(input_key, strict)):
+            remedy = _remedy_of_paths(strict[0], stored, recipe, manifest)
     raise RecipeError(
-        f"the recipe differs from that of the run to continue{named}",
-        place=str(run.recipe_path),
-        remedy="Continue with the run's own recipe.yaml, or start a new run with another output.dir.",
+        f"the recipe differs from that of the run to continue{named}", place=str(run.recipe_path), remedy=remedy
     )
+
+
+def _is_moved(key: str, recipe: Mapping[str, object], manifest: Mapping[str, Any]) -> bool:
+    """Says whether a key that differs names the same input at another place; of data, whether that is asked once they
+    are read."""
+    pattern = input_key(key)
+    if pattern is not None and pattern.startswith("data."):
+        return manifest.get("data_digest") is not None
+    recorded = _recorded_inputs(manifest).get(key)
+    return pattern is not None and recorded is not None and recorded == fingerprint(str(value_at(recipe, key)))
+
+
+def _recorded_inputs(manifest: Mapping[str, Any]) -> dict[str, str]:
+    inputs = manifest.get("inputs")
+    return inputs if isinstance(inputs, dict) else {}
+
+
+def _remedy_of_paths(
+    key: str, stored: Mapping[str, object], recipe: Mapping[str, object], manifest: Mapping[str, Any]
+) -> str:
+    """Says how to continue a run of whose recipe only input paths differ, `key` first of all."""
+    old, new = value_at(stored, key), value_at(recipe, key)
+    if key in _recorded_inputs(manifest) or not (str(old).startswith("/") and str(new).startswith("/")):
+        why = f"{key} is not what the run began with. Name that ({old}, or a copy of it)."
+    else:
+        why = (
+            f"Nothing recorded tells whether {key} is what the run began with. If it is, make it readable at the old "
+            f"place, for example: ln -s {new} {old}"
+        )
+    return f"{why}\nOr start a new run with another output.dir."
 
 
 def _is_covered(key: str, allowed: Collection[str]) -> bool:

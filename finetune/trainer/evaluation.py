@@ -77,14 +77,27 @@ class Evaluator:
             self._resumed_step = checkpoint_step(checkpoint) or 0
             keep_until(self._samples_path, self._resumed_step)
             self._note_recorded()
-            if not self._before_path.is_file():
-                return None
-            return Measurement.from_dict(json.loads(self._before_path.read_text(encoding="utf-8")))
+            return self._read_before() if self._before_path.is_file() else None
         keep_until(self._samples_path, -1)
         measurement = self.measure() if self._section.at_start else None
         if measurement is not None:
             write_json(self._before_path, measurement.as_dict())
         return measurement
+
+    def _read_before(self) -> Measurement | None:
+        """Returns what was measured when the run began; of a damaged file, what the metrics tell of it."""
+        try:
+            return Measurement.from_dict(json.loads(self._before_path.read_text(encoding="utf-8")))
+        except ValueError:
+            begun = [record for record in read_metrics(self._metrics_path) if record["step"] == 0]
+        figures = {key: float(value) for each in begun for key, value in each.items() if isinstance(value, int | float)}
+        left = "loss and scores are read from metrics.jsonl" if "eval_loss" in figures else "nothing else tells of it"
+        self._trainer.say(
+            f"{self._before_path} is damaged: the report lacks answers of the model before training; {left}."
+        )
+        names = [name for name in self._held_out.scores if f"eval_{name}" in figures]
+        scores = {name: figures[f"eval_{name}"] for name in names}
+        return Measurement(figures.get("eval_loss"), scores, []) if figures else None
 
     def last_loss(self) -> float | None:
         """Returns the held-out loss of the last weights; None without held-out data.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from finetune.run.atomic import write_json
-from finetune.run.best import Best, copy_weights, replace_best, settle_best
+from finetune.run.best import Best, copy_weights, fault_of_best, forget_best, read_best, replace_best, settle_best
+from finetune.run.checkpoints import checkpoint_step, damage_of
 from finetune.run.folder import RunFolder
+from finetune.run.metrics import read_metrics
 from finetune.trainer.prepare import Prepared
 from finetune.trainer.sft import SftTrainer
 
@@ -33,7 +36,10 @@ class Results:
         self._stop_ids = list(stop_ids)
         self._delivers = prepared.delivers
         self._keeps_best = prepared.keeps_best
-        self._best: Best | None = settle_best(run.best_dir) if prepared.keeps_best else None
+        self._best: Best | None = None
+        if prepared.keeps_best:
+            settle_best(run.best_dir)
+            self._best = self._whole_best()
 
     def offer(self, step: int, eval_loss: float) -> None:
         """Keeps the present weights as the best where their held-out loss is the lowest so far."""
@@ -52,15 +58,22 @@ class Results:
         step = self._trainer.state.global_step
         if eval_loss is not None:
             self.offer(step, eval_loss)
-        best, delivered = self._best, self._result_dir
-        last_dir = delivered
-        if self._delivers == "best" and best is not None and best.step != step:
+        delivered = last_dir = self._result_dir
+        if self._delivers == "best" and self._best is not None and self._best.step != step:
             last_dir = self._run.last_dir
-            copy_weights(best.path, delivered)
-        self._save(last_dir)
+        self._save(last_dir)  # first, since what mends damaged best weights puts others into the model
         if last_dir != delivered:
-            assert best is not None
-            self._trainer.load_weights(best.path)
+            self._best = self._whole_best()
+            if self._best is None:
+                assert eval_loss is not None
+                self._save(delivered)
+                shutil.rmtree(last_dir)
+                last_dir = delivered
+                self.offer(step, eval_loss)
+            else:
+                copy_weights(self._best.path, delivered)
+                self._trainer.load_weights(self._best.path)
+        best = self._best
         result = {
             "delivered": self._delivers,
             "path": str(delivered),
@@ -69,6 +82,39 @@ class Results:
         }
         write_json(self._run.result_path, result)
         return result
+
+    def _whole_best(self) -> Best | None:
+        """Returns the best weights so far, having read all of them.
+
+        Damaged ones are made again from the checkpoint of their step, which puts its weights into the model, or else
+        forgotten: the best is then counted from the next evaluation.
+        """
+        folder = self._run.best_dir
+        fault = fault_of_best(folder) if folder.exists() else None
+        if fault is None:
+            return read_best(folder)
+        past = [(record["eval_loss"], record["step"]) for record in self._evaluations()]
+        eval_loss, step = min(past, default=(None, -1))
+        checkpoint = self._sound_checkpoint(step)
+        if eval_loss is None or checkpoint is None:
+            forget_best(folder)
+            self._trainer.say(
+                f"{folder} is damaged and was removed: {fault}. No checkpoint holds the best weights so far, so the "
+                "best is that of the evaluations from here on."
+            )
+            return None
+        self._trainer.say(f"{folder} is damaged: {fault}. It is made again from {checkpoint.name}.")
+        self._trainer.load_weights(checkpoint)
+        return replace_best(folder, step=step, eval_loss=eval_loss, write=self._save)
+
+    def _evaluations(self) -> list[dict[str, Any]]:
+        """Returns the evaluations of trained weights that are recorded, up to the step that the run is at."""
+        records = read_metrics(self._run.metrics_path)
+        return [record for record in records if record["step"] > 0 and record.get("eval_loss") is not None]
+
+    def _sound_checkpoint(self, step: int) -> Path | None:
+        complete = self._run.scan_checkpoints().complete
+        return next((path for path in complete if checkpoint_step(path) == step and damage_of(path) is None), None)
 
     @property
     def _result_dir(self) -> Path:

@@ -179,7 +179,7 @@ def full_disk_told(run: RunFolder) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # of a full disk torch raises RuntimeError, safetensors an error of its own
         if isinstance(error, FinetuneError) or not is_disk_full(error):
             raise
         free_bytes = shutil.disk_usage(run.path).free

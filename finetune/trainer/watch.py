@@ -3,30 +3,34 @@ Ctrl-C, the first step's time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 
 from finetune.console import Console, plural
 from finetune.errors import Interrupted
 from finetune.recipe.schema import Recipe
 from finetune.run.checkpoints import checkpoint_step
 from finetune.run.folder import RunFolder
-from finetune.run.metrics import MetricsRecord, MetricsWriter, read_metrics
+from finetune.run.metrics import MetricsRecord, MetricsWriter, add_lost, read_metrics
 from finetune.run.samples import LatestSample
 from finetune.trainer.callbacks.after_evaluation import AfterEvaluationCallback
 from finetune.trainer.callbacks.checkpoints import CheckpointsCallback
 from finetune.trainer.callbacks.early_stopping import EarlyStoppingCallback
 from finetune.trainer.callbacks.first_step import FirstStepCallback
 from finetune.trainer.callbacks.interrupt import InterruptCallback
-from finetune.trainer.callbacks.metrics_log import MetricsLogCallback
+from finetune.trainer.callbacks.metrics_log import MetricsLogCallback, metrics_record
 from finetune.trainer.callbacks.progress import ProgressCallback
 from finetune.trainer.callbacks.spikes import Limits, SpikesCallback
 from finetune.trainer.sft import SftTrainer
 from finetune.trainer.trackers import make_trackers
+
+_SHOWN_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,8 @@ def watch(run: RunFolder, recipe: Recipe, checkpoint: Path | None, *, console: C
     interrupt = InterruptCallback(console.note)
     first_step = FirstStepCallback()
     resumed_step = checkpoint_step(checkpoint) if checkpoint else None
+    if checkpoint is not None:
+        _restore_lost(run.metrics_path, checkpoint, say=console.warning)
     with ExitStack() as stack:
         metrics = stack.enter_context(MetricsWriter(run.metrics_path, resumed_step=resumed_step))
         past = read_metrics(run.metrics_path)  # of a continued run; the writer has left out later steps
@@ -127,6 +133,21 @@ def watch(run: RunFolder, recipe: Recipe, checkpoint: Path | None, *, console: C
             interrupt,
         ]
         yield Watchers(run, callbacks, first_step, interrupt, early_stopping)
+
+
+def _restore_lost(path: Path, checkpoint: Path, *, say: Callable[[str], None]) -> None:
+    """Writes lines again that the metrics file has lost, as the checkpoint tells them: the charts, early stopping and
+    the spike watch are made of them."""
+    history = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["log_history"]
+    logged = [metrics_record(entry, step=entry["step"]) for entry in history]
+    steps = add_lost(path, [record for record in logged if record is not None])
+    if steps:
+        say(f"{path} had lost lines of {_shown_steps(steps)}; they are written again from {checkpoint.name}")
+
+
+def _shown_steps(steps: Sequence[int]) -> str:
+    first = ", ".join(map(str, steps[:_SHOWN_STEPS]))
+    return f"step{'s' if len(steps) > 1 else ''} {first}" + (f", ... {steps[-1]}" if len(steps) > _SHOWN_STEPS else "")
 
 
 def _early_stopping(recipe: Recipe, past: list[MetricsRecord]) -> EarlyStoppingCallback | None:

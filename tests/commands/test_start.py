@@ -36,6 +36,10 @@ def test_recipes_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["recipes"]
     assert {"quickstart", "configs/quantization/nf4"} <= {item["name"] for item in listed}
+    assert main(["recipes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipes"] == listed
+    assert main(["recipes", "--json", "list"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipes"] == listed
     assert main(["recipes", "show", "quickstart", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == (shipped_root() / "recipes/quickstart.yaml").read_text()
 

@@ -118,8 +118,8 @@ def test_the_embedding_is_never_resized(folder: Path) -> None:
 
 def test_a_recipes_chat_template_replaces_the_tokenizers(folder: Path, tmp_path: Path) -> None:
     template = tmp_path / "plain.jinja"
-    template.write_text("é汉" + CHATML, encoding="utf-8")
-    assert load_tokenizer(section(folder, chat_template=str(template))).chat_template.startswith("é汉")
+    template.write_text("\u00e9\u6c49" + CHATML, encoding="utf-8")
+    assert load_tokenizer(section(folder, chat_template=str(template))).chat_template.startswith("\u00e9\u6c49")
     with pytest.raises(RecipeError) as caught:
         load_tokenizer(section(folder, chat_template=str(tmp_path / "none.jinja")))
     assert "none.jinja" in caught.value.place

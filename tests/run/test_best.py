@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.run.best import copy_weights, read_best, replace_best, settle_best
+from finetune.run.best import copy_weights, fault_of_best, read_best, replace_best, settle_best
+from finetune.run.checkpoints import mark_complete
 
 
 def put(folder: Path, step: int, eval_loss: float) -> None:
@@ -63,6 +64,21 @@ def test_a_damaged_folder_holds_no_best(tmp_path: Path) -> None:
     put(tmp_path / "best", 2, 1.5)
     (tmp_path / "best" / "model.safetensors").write_text("short")
     assert read_best(tmp_path / "best") is None
+
+
+def test_damage_of_full_size_and_of_the_record_is_a_fault(tmp_path: Path) -> None:
+    """Sizes alone were compared, so damaged weights were delivered; a damaged record ended in a traceback."""
+    folder = tmp_path / "best"
+    put(folder, 2, 1.5)
+    assert fault_of_best(folder) is None
+    (folder / "model.safetensors").write_text("weights of 3")
+    assert "model.safetensors was damaged" in str(fault_of_best(folder))
+    for junk in (b"\xff\xfe\xfd", b"[]", b'{"step": "2", "eval_loss": 1.5}', b'{"step": 2, "eval_loss": NaN}', b"{"):
+        put(folder, 2, 1.5)
+        (folder / "best.json").write_bytes(junk)
+        assert "best.json" in str(fault_of_best(folder)) and settle_best(folder) is None
+        mark_complete(folder)
+        assert "best.json is damaged" in str(fault_of_best(folder)) and settle_best(folder) is None
 
 
 def test_a_copy_holds_the_weights_and_no_record(tmp_path: Path) -> None:

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
 
 from finetune.run.checkpoints import (
     MARKER,
@@ -146,12 +149,68 @@ def test_damage_of_full_size_is_found_before_a_run_goes_on_and_kept(tmp_path: Pa
     assert settle_checkpoints(tmp_path).latest == third
 
 
-def test_a_checkpoint_without_checksums_is_taken_by_its_sizes(tmp_path: Path) -> None:
-    path = make(tmp_path, 2)
+def make_old(folder: Path, step: int) -> Path:
+    """A checkpoint of an earlier version: files of each kind that is read again, and no checksums."""
+    path = folder / f"checkpoint-{step}"
+    path.mkdir()
+    save_file({"a": np.ones(9)}, path / "adapter_model.safetensors")
+    torch.save({"b": torch.ones(9)}, path / "optimizer.pt")
+    torch.save({"c": 1}, path / "rng_state.pth")
+    (path / "meter.json").write_text('{"slots": 3}')
+    mark_complete(path)
     marker = json.loads((path / MARKER).read_text())
     del marker["checksums"]
     (path / MARKER).write_text(json.dumps(marker))
-    assert settle_checkpoints(tmp_path).latest == path
+    return path
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "meter.json"])
+@pytest.mark.parametrize("content", [b"\xff", b"\0", b"{"])
+def test_of_a_checkpoint_without_checksums_each_file_is_looked_at(tmp_path: Path, name: str, content: bytes) -> None:
+    """Damage of full size ended in the traceback of a reader, on every try."""
+    good, bad = make_old(tmp_path, 2), make_old(tmp_path, 4)
+    assert settle_checkpoints(tmp_path).latest == bad
+    (bad / name).write_bytes(content * (bad / name).stat().st_size)
+    scan = settle_checkpoints(tmp_path)
+    assert scan.latest == good
+    assert scan.incomplete[0].reason.startswith(f"{name} is damaged")
+
+
+def test_one_byte_of_what_torch_saved_is_told_without_checksums_of_ours(tmp_path: Path) -> None:
+    path = make_old(tmp_path, 2) / "optimizer.pt"
+    content = bytearray(path.read_bytes())
+    content[content.index(np.ones(9, np.float32).tobytes())] ^= 1
+    path.write_bytes(content)
+    assert "checksum" in settle_checkpoints(tmp_path).incomplete[0].reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2]",
+        '{"files": {"model.safetensors": null}, "checksums": 3}',
+        '{"files": {"model.safetensors": 1000}, "checksums": 3}',
+        '{"files": {"model.safetensors": 1000}, "checksums": {"model.safetensors": null}}',
+        '{"files": [], "checksums": {}}',
+        '{"damage": 3}',
+    ],
+)
+def test_a_marker_of_wrong_types_is_damaged(tmp_path: Path, text: str) -> None:
+    """Comparing them ended in a traceback."""
+    good, bad = make(tmp_path, 2), make(tmp_path, 4)
+    (bad / MARKER).write_text(text)
+    scan = settle_checkpoints(tmp_path)
+    assert scan.latest == good and "complete.json is damaged" in scan.incomplete[0].reason
+
+
+def test_what_a_removal_left_is_removed_when_a_run_goes_on(tmp_path: Path) -> None:
+    """It stayed beside the others, and was said not to have been written to the end."""
+    left, _, being_written = make(tmp_path, 2), make(tmp_path, 4), make(tmp_path, 6, complete=False)
+    (left / MARKER).unlink()
+    said: list[str] = []
+    scan = settle_checkpoints(tmp_path, say=said.append)
+    assert not left.exists() and len(said) == 1 and f"{left}, whose removal" in said[0]
+    assert [item.path for item in scan.incomplete] == [being_written]
 
 
 @pytest.mark.parametrize("place", [0, 1234, -1], ids=["first", "between", "last"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from finetune.errors import DataError, EnvironmentProblem
-from finetune.run.metrics import MetricsWriter, append_records, read_metrics
+from finetune.run.metrics import MetricsWriter, add_lost, append_records, read_metrics
 
 
 @pytest.fixture
@@ -91,3 +91,14 @@ def test_a_run_folder_that_went_away_is_named(tmp_path: Path) -> None:
     assert caught.value.place == str(folder)
     with pytest.raises(EnvironmentProblem, match="run folder is gone"):
         append_records(folder / "samples.jsonl", [{"step": 2}])
+
+
+def test_lost_lines_are_put_back_at_their_places(path: Path) -> None:
+    known = [{"kind": kind, "step": step, "x": step} for step in (1, 2, 3) for kind in ("train", "eval")]
+    begun = {"kind": "eval", "step": 0}
+    spike = {"kind": "spike", "step": 2, "of": "loss"}
+    append_records(path, [begun, known[0], known[1], spike, known[3], known[5]])
+    assert add_lost(path, known) == [2, 3]
+    assert read_metrics(path) == [begun, known[0], known[1], known[2], spike, *known[3:]]
+    before = path.stat().st_mtime_ns
+    assert add_lost(path, known) == [] and path.stat().st_mtime_ns == before

@@ -92,11 +92,7 @@ def train(
         details = {"trained": prepared.trained_dict(), "ledgers": prepared.ledgers_dict()}
         return TrainOutcome("dry-run", None, prepared.plan_dict(), details)
 
-    if resume:
-        run = open_run_folder(folder)
-    else:
-        environment = collect_environment()
-        run = create_run_folder(folder, recipe_text=dump_recipe(recipe), recipe_hash=digest, environment=environment)
+    run = open_run_folder(folder) if resume else _new_run(folder, recipe, digest)
     run.require_same_data(prepared.data_digest(), date=prepared.dataset.date, hub_commits=prepared.dataset.hub_commits)
     run.record_inputs(values)
     if place_note:
@@ -105,6 +101,11 @@ def train(
     ending = _train_into(run, recipe, prepared, console=console, resume=resume, started=started)
     show_result(console, run, ending.report)
     return TrainOutcome(ending.status, str(run.path), prepared.plan_dict(), ending.report)
+
+
+def _new_run(folder: Path, recipe: Recipe, digest: str) -> RunFolder:
+    environment = collect_environment()
+    return create_run_folder(folder, recipe_text=dump_recipe(recipe), recipe_hash=digest, environment=environment)
 
 
 def _train_into(

@@ -86,6 +86,8 @@ class Activations:
         self._budget: Budget | None = None
         self._measured: dict[int | None, ModelCosts] = {}
         """Costs by the tokens of a tile; None: whole rows."""
+        self._skips_last: dict[int | None, bool] = {}
+        """Whether `down` may be left out of a recompute, by the same."""
 
     def prepare(self, workload: Workload) -> ActivationPlan:
         """Measures the model, plans and puts the plan into effect.
@@ -185,6 +187,7 @@ class Activations:
                 allowed = check_skipping(meter, self.outputs, calls) - self.tiles.groups_inside
                 costs = tuple(meter.costs(call, allowed) for call in calls)
                 self._measured[tile_tokens] = replace(base, kinds=costs)
+                self._skips_last[tile_tokens] = self.outputs.skips_last
             except torch.OutOfMemoryError as error:
                 failure = error.with_traceback(None)
             _release(self._device)
@@ -266,6 +269,7 @@ class Activations:
         self.checkpointing.remove()
         _release(self._device)
         self.tiles.set(tile_tokens)
+        self.outputs.skips_last = self._skips_last[tile_tokens]
         slots = [
             sum(
                 padded(costs.kinds[kind].groups[group].num_bytes) + _slack(group)

@@ -144,7 +144,7 @@ def test_shell_completion_is_offered(recipe_file: Path) -> None:
 def test_options_may_follow_overrides(recipe_file: Path, use_train: UseTrain) -> None:
     seen: dict[str, Any] = {}
 
-    def train(recipe: Recipe, *, console: Console, dry_run: bool, resume: bool, started: float) -> Outcome:
+    def train(recipe: Recipe, *, console: Console, dry_run: bool, resume: bool, **options: Any) -> Outcome:
         seen.update(recipe=recipe, dry_run=dry_run, resume=resume, is_json=console.is_json)
         return Outcome({})
 
@@ -157,7 +157,7 @@ def test_options_may_follow_overrides(recipe_file: Path, use_train: UseTrain) ->
 def test_flags_are_off_by_default_and_text_goes_to_stdout(
     recipe_file: Path, use_train: UseTrain, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def train(recipe: Recipe, *, console: Console, dry_run: bool, resume: bool, started: float) -> Outcome:
+    def train(recipe: Recipe, *, console: Console, dry_run: bool, resume: bool, **options: Any) -> Outcome:
         console.line(f"{dry_run} {resume}")
         return Outcome({"loss": 1.0})
 

@@ -63,12 +63,21 @@ def plan_activations(costs: ModelCosts, budget: Budget) -> ActivationPlan:
         slack = limit - best.peak_bytes
         if slack < _WORTH_A_ROUND * budget.device_bytes:
             break
-        wider = dataclasses.replace(wider, device_bytes=wider.device_bytes + slack)
-        plan = _within(costs, wider)
-        if plan.peak_bytes > limit or plan.step_seconds >= best.step_seconds:
+        plan = _wider(costs, wider, slack=slack, limit=limit)
+        if plan is None or plan[0].step_seconds >= best.step_seconds:
             break
-        best = plan
+        best, wider = plan
     return best
+
+
+def _wider(costs: ModelCosts, budget: Budget, *, slack: int, limit: int) -> tuple[ActivationPlan, Budget] | None:
+    """Returns a plan for as much more of the slack as keeps its peak below the limit, and the budget that gave it."""
+    for share in (1, 2, 4):
+        budget_tried = dataclasses.replace(budget, device_bytes=budget.device_bytes + slack // share)
+        plan = _within(costs, budget_tried)
+        if plan.peak_bytes <= limit:
+            return plan, budget_tried
+    return None
 
 
 def _within(costs: ModelCosts, budget: Budget) -> ActivationPlan:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import statistics
 import tempfile
 import time
@@ -32,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from packed_metadata import _batch, _build, _peak, _reset_peak
+from packed_metadata import MOST_IDS, _batch, _build, _peak, _reset_peak, _write
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -40,12 +39,13 @@ from finetune.data.collate import RowCollator
 from finetune.data.rows import RowTokens
 from finetune.optimizations.activations.describe import plan_dict, plan_lines
 from finetune.optimizations.activations.planner import BudgetTooSmall
-from finetune.optimizations.activations.runtime import Activations, Limits, Workload
+from finetune.optimizations.activations.runtime import Activations, Limits
 from finetune.optimizations.activations.types import GIB, Group, LayerPlan, Place
 from finetune.optimizations.apply import apply_attention
 from finetune.optimizations.attention.backends import BACKENDS
 from finetune.optimizations.attention.feed import MetadataFeed
 from finetune.run.environment import collect_environment
+from finetune.trainer.activations import workload_of
 from finetune.trainer.sft import SftTrainer
 
 TILE = 2048
@@ -118,7 +118,7 @@ def _case(trainer: SftTrainer, options: argparse.Namespace, case: dict[str, Any]
     error = ""
     try:
         trainer.trained.train()
-        activations.prepare(_workload(trainer, batches[0]))
+        activations.prepare(workload_of(trainer, batches[0]))
         seconds = time.perf_counter() - began
         _set_mode(activations, mode)
         assert activations.plan is not None and activations.costs is not None and activations.reload is not None
@@ -262,18 +262,8 @@ def _activations(trainer: SftTrainer, layers: Sequence[nn.Module], options: argp
     return Activations(trainer.trained, layers, device=trainer.args.device, limits=limits, say=print)
 
 
-def _workload(trainer: SftTrainer, batch: dict) -> Workload:
-    inputs = {key: value.to(trainer.args.device) for key, value in batch.items() if hasattr(value, "to")}
-
-    def loss() -> torch.Tensor:
-        with trainer.accelerator.autocast():
-            return trainer._loss_sum(trainer.trained, inputs)[0]
-
-    return Workload(forward=loss, loss=loss, context=lambda: trainer.accelerator.autocast())
-
-
 def _one_document(tokens: int, generator: np.random.Generator, vocabulary: int) -> dict:
-    ids = generator.integers(0, min(vocabulary, 100_000), tokens).astype(np.int32)
+    ids = generator.integers(0, min(vocabulary, MOST_IDS), tokens).astype(np.int32)
     row = RowTokens(row=0, input_ids=ids, labels=ids.copy(), lengths=np.array([tokens]))
     return dict(RowCollator(row_length=tokens, pad_token_id=0)([row]))
 
@@ -290,12 +280,6 @@ def _cap(gib: float | None) -> None:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _write(path: Path, record: dict[str, object]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
-    print(json.dumps({key: value for key, value in record.items() if key != "environment"}), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.data.collate import Batch
 from finetune.errors import RecipeError
 from finetune.optimizations.activations.describe import plan_dict, plan_lines
 from finetune.optimizations.activations.measure import CannotPlan
@@ -78,7 +79,7 @@ def _planned(recipe: Recipe, prepared: Prepared, trainer: SftTrainer) -> Activat
     )
     try:
         with _measuring(trainer):
-            activations.prepare(_workload(prepared, trainer))
+            activations.prepare(workload_of(trainer, _longest_batch(prepared, trainer)))
     except CannotPlan:
         activations.close()
         raise
@@ -185,18 +186,21 @@ def _limits(recipe: Recipe, prepared: Prepared) -> Limits:
     )
 
 
-def _workload(prepared: Prepared, trainer: SftTrainer) -> Workload:
-    """The longest micro-batch of the run."""
+def _longest_batch(prepared: Prepared, trainer: SftTrainer) -> Batch:
     rows = prepared.train_rows
     longest = np.argsort(-rows.plan.row_tokens, kind="stable")[: prepared.steps.rows_per_micro_batch]
-    batch = trainer.rows_collator([rows[int(index)] for index in longest])
+    return trainer.rows_collator([rows[int(index)] for index in longest])
+
+
+def workload_of(trainer: SftTrainer, batch: Batch) -> Workload:
+    """Returns the trainer's loss of a batch as what is measured."""
     inputs: Any = send_to_device(batch, trainer.args.device)  # as the loader does, metadata included
 
     def loss() -> torch.Tensor:
         with trainer.accelerator.autocast():
             return trainer._loss_sum(trainer.trained, inputs)[0]
 
-    return Workload(forward=loss, loss=loss, context=lambda: trainer.accelerator.autocast())
+    return Workload(loss=loss, context=lambda: trainer.accelerator.autocast())
 
 
 @contextmanager

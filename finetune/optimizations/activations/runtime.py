@@ -48,10 +48,8 @@ class Limits:
 class Workload:
     """A micro-batch of the run's own shape."""
 
-    forward: Callable[[], object]
-    """The model's forward on it, without gradients."""
     loss: Callable[[], torch.Tensor]
-    """Its loss, with the graph and without an MoE's auxiliary loss."""
+    """Its loss by the model's forward, without an MoE's auxiliary loss."""
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What the run's forward is inside of, such as autocast."""
 
@@ -100,7 +98,7 @@ class Activations:
         self.checkpointing.remove()
         kinds = kinds_of(self._layers)
         with torch.no_grad():
-            calls = capture_calls(self._layers, kinds, workload.forward)
+            calls = capture_calls(self._layers, kinds, workload.loss)
         head = measure_head(self._model, self._layers, workload.loss, device=self._device)
         base = ModelCosts(
             kinds=(),
@@ -155,11 +153,7 @@ class Activations:
         frozen = (parameter for parameter in self._layers[0].parameters() if not parameter.requires_grad)
         formats = [parameter.dtype for parameter in frozen if parameter.is_floating_point()]
         self.tiles.set(tile_tokens, dtype=formats[0] if formats else torch.float32)
-        pool = allocate_pool(sum(slot_bytes), device=self._device)
-        self.reload = Reload(
-            pool, slot_bytes, num_buffers=num_buffers, copies=copies_for(self._device), device=self._device
-        )
-        self.checkpointing.install(layers, self.reload)
+        self._install(layers, slot_bytes, num_buffers=num_buffers)
 
     def close(self) -> None:
         """Leaves the model as it was."""
@@ -278,16 +272,19 @@ class Activations:
             )
             for kind, layer in zip(costs.layers, plan.layers, strict=True)
         ]
-        pool = allocate_pool(sum(slots), device=self._device)
+        reload = self._install(plan.layers, slots, num_buffers=costs.num_buffers)
+        self.costs = costs
+        self.plan = replace(plan, buffer_bytes=reload.buffer_bytes, tile_tokens=tile_tokens)
+        return self.plan
+
+    def _install(self, layers: Sequence[LayerPlan], slot_bytes: Sequence[int], *, num_buffers: int) -> Reload:
+        pool = allocate_pool(sum(slot_bytes), device=self._device)
         if pool.refusal:
             self._say(f"{pool.refusal}: activations are copied through pageable memory, which is slower")
-        self.reload = Reload(
-            pool, slots, num_buffers=costs.num_buffers, copies=copies_for(self._device), device=self._device
-        )
-        self.checkpointing.install(plan.layers, self.reload)
-        self.costs = costs
-        self.plan = replace(plan, buffer_bytes=self.reload.buffer_bytes, tile_tokens=tile_tokens)
-        return self.plan
+        copies = copies_for(self._device)
+        self.reload = Reload(pool, slot_bytes, num_buffers=num_buffers, copies=copies, device=self._device)
+        self.checkpointing.install(layers, self.reload)
+        return self.reload
 
 
 def _slack(group: Group) -> int:

@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.library import Library, register_fake
 
 from finetune.data.cache import cache_folder
-from finetune.optimizations.activations.phase import remembered
-from finetune.optimizations.activations.types import Group
 from finetune.optimizations.attention.chunks import Chunk, attend_in_chunks
+from finetune.optimizations.attention.operation import register_operation
 from finetune.optimizations.attention.types import AttentionOptions, Boundaries
 from finetune.optimizations.support import Support
 
@@ -154,57 +152,5 @@ def _backward(
     return list(_kernels()[1](q_THE, k_TKE, v_TKE, out_THE, grad, lse_HT, deterministic=deterministic, **settings))
 
 
-class _Differentiable(torch.autograd.Function):
-    """The forward operation with its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = remembered(Group.ATTENTION, lambda: _FORWARD(*inputs))
-        q, k, v, sinks, cu_seqlens, *ctx.numbers = inputs
-        ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens)
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if grads[0] is None:
-            return (None,) * 9
-        dq, dk, dv, *dsinks = _BACKWARD(grads[0], *ctx.saved_tensors, *ctx.numbers)
-        return (dq, dk, dv, dsinks[0] if dsinks else None, None, None, None, None, None)
-
-
-def _fake_forward(q_THE: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q_THE), q_THE.new_empty((q_THE.shape[1], q_THE.shape[0]), dtype=torch.float32)
-
-
-def _fake_backward(
-    grad_THE: torch.Tensor,
-    q_THE: torch.Tensor,
-    k_TKE: torch.Tensor,
-    v_TKE: torch.Tensor,
-    sinks_H: torch.Tensor | None,
-    *_: Any,
-) -> list[torch.Tensor]:
-    tensors = (q_THE, k_TKE, v_TKE) if sinks_H is None else (q_THE, k_TKE, v_TKE, sinks_H)
-    return [torch.empty_like(tensor) for tensor in tensors]
-
-
-_NAME = "flash_attn_4_varlen"
-_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
 _NUMBERS = "Tensor cu_seqlens, SymInt max_seqlen, float scale, SymInt? window, float? softcap"
-_LIBRARY = Library("finetune", "FRAGMENT")
-_LIBRARY.define(f"{_NAME}({_INPUTS}, {_NUMBERS}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.define(
-    f"{_NAME}_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, {_NUMBERS}) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.impl(_NAME, _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl(_NAME, _Differentiable.apply, "Autograd")
-_LIBRARY.impl(f"{_NAME}_backward", _backward, "CompositeExplicitAutograd")
-register_fake(f"finetune::{_NAME}", _fake_forward, lib=_LIBRARY)
-register_fake(f"finetune::{_NAME}_backward", _fake_backward, lib=_LIBRARY)
-# An overload by itself: the packet of all overloads is looked through at every call.
-_FORWARD: Any = torch.ops.finetune.flash_attn_4_varlen.default
-_BACKWARD: Any = torch.ops.finetune.flash_attn_4_varlen_backward.default
+_FORWARD: Any = register_operation("flash_attn_4_varlen", _NUMBERS, forward=_forward, backward=_backward)

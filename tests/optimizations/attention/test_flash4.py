@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from finetune.data.packed_metadata import PackedMetadata, build_packed_metadata
-from finetune.optimizations.attention import flash4
+from finetune.optimizations.attention import flash4, operation
 from finetune.optimizations.attention.flash4 import attend_flash4
 from finetune.optimizations.attention.reference import attention_reference, visible_keys
 from finetune.optimizations.attention.types import AttentionOptions
@@ -176,5 +176,5 @@ def test_fake_tensors_have_the_shapes_of_the_kernels(made: list[float]) -> None:
     q, k, v = (tensor.detach().flatten(0, 1) for tensor in tensors)
     arguments = (q, k, v, sinks.detach(), metadata.cu_seqlens, metadata.max_seqlen, 0.4, None, None)
     real = torch.ops.finetune.flash_attn_4_varlen(*arguments)
-    fake = flash4._fake_forward(*arguments)
+    fake = operation._fake_forward(*arguments)
     assert [(one.shape, one.dtype) for one in real] == [(one.shape, one.dtype) for one in fake]
